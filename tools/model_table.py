@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anyaccel.inference.families.registry import FAMILIES
+from anyaccel.inference.families.registry import ARCHITECTURES, FAMILIES
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp
 
 ROOT = Path(__file__).parents[1]
@@ -117,8 +117,8 @@ def features(spec: DecoderSpec) -> dict[str, list[str]]:
 def rows(specs: Mapping[str, list[DecoderSpec]]) -> Iterator[str]:
     """The lines of the generated part; what only some of a family's configs have is in parentheses."""
     yield ""
-    yield f"| `model_type` | models | {' | '.join(COLUMNS)} |"
-    yield "| --- |" + " --- |" * (len(COLUMNS) + 1)
+    yield f"| `model_type` | models | GGUF | {' | '.join(COLUMNS)} |"
+    yield "| --- |" + " --- |" * (len(COLUMNS) + 2)
     for model_type, family in FAMILIES.items():
         each = [features(spec) for spec in specs[model_type]]
         cells = []
@@ -127,7 +127,10 @@ def rows(specs: Mapping[str, list[DecoderSpec]]) -> Iterator[str]:
             always = [name for name in names if all(name in found[column] for found in each)]
             sometimes = [name for name in names if name not in always]
             cells.append(", ".join(always) + (f" ({', '.join(sometimes)})" if sometimes else ""))
-        yield f"| `{model_type}` | {family.models} | {' | '.join(cell.strip() for cell in cells)} |"
+        files = ", ".join(
+            f"`{name}`" for name, each in ARCHITECTURES.items() if model_type in (each.model_type, *each.others)
+        )
+        yield f"| `{model_type}` | {family.models} | {files} | {' | '.join(cell.strip() for cell in cells)} |"
     yield ""
 
 

@@ -49,7 +49,7 @@ WRONG: list[tuple[str, str, tuple[int, Any], str]] = [
         "llama",
         "attention.value_length",
         (U32, 2 * HEAD_DIM),
-        "attention.value_length=16 is not a whole number of 8 to 8",
+        "attention.value_length=16, but keys have a length of 8",
     ),
     ("granite", "attention.value_length", (U32, 0), "attention.value_length=0 is not"),
     ("granite", "attention.key_length", (U32, HEAD_DIM // 2), "'blk.0.attn_q.weight' of shape (32, 32) has not 4 x 4"),

@@ -145,3 +145,38 @@ class GgufBlocks:
             dense(scales[:, of], numpy.float32),
             None if minima is None else dense(minima[:, of], numpy.float32),
         )
+
+
+@dataclass(frozen=True)
+class TransposedBlocks:
+    """The transpose of a quantised matrix: its blocks run along the columns here, where only floats can be taken."""
+
+    stored: GgufBlocks
+    transposed: bool = True
+    order: Sequence[int] | None = None
+    plus: float = 0.0
+
+    @property
+    def where(self) -> str:
+        return self.stored.where
+
+    @property
+    def type(self) -> str:
+        return self.stored.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[::-1]
+
+    def format(self, _cols: range) -> Format:
+        return ("bf16", 0, False)
+
+    def will_need(self) -> None:
+        self.stored.will_need()
+
+    def floats(self, rows: Any, cols: range) -> Any:
+        """float32 [rows, cols]."""
+        import numpy
+
+        whole = self.stored.floats(cols, range(self.stored.shape[1]))
+        return numpy.ascontiguousarray(whole[:, numpy.asarray(rows)].T)

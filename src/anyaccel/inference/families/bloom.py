@@ -15,6 +15,7 @@ from anyaccel.inference.families.common import (
     pre_norm,
 )
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import Architecture
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp
 from anyaccel.inference.spec.mapping import Names
@@ -47,7 +48,7 @@ BLOOM = Names(
         "final_norm": "ln_f",
         "attn_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
-        "qkv": by_head("self_attention.query_key_value"),
+        "qkv": [by_head("self_attention.query_key_value"), "self_attention.qkv"],
         "o": "self_attention.dense",
         "mlp.gate_up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h",
@@ -71,5 +72,29 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    ),
+}
+
+
+GGUF_BLOOM_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attention.qkv": "attn_qkv",  # queries, keys and values one after another, not by head
+    "self_attention.dense": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+ARCHITECTURES = {
+    "bloom": Architecture(
+        "bloom",
+        {
+            "transformer.word_embeddings": "token_embd",
+            "transformer.word_embeddings_layernorm": "token_embd_norm",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+        },
+        GGUF_BLOOM_LAYER,
+        prefix="transformer.h.{layer}.",
+        norm_eps="layer_norm_epsilon",
     ),
 }

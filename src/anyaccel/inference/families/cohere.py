@@ -7,7 +7,15 @@ from typing import Any
 
 from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, layer_norm, windows
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, Metadata, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    Architecture,
+    Metadata,
+    biases,
+    sliding_layers,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
@@ -57,6 +65,11 @@ COHERE_DEFAULTS = {
 }
 
 
+def _gguf_cohere2(values: Metadata, config: dict[str, Any]) -> None:
+    config["sliding_window"] = values.count("attention.sliding_window", minimum=1)
+    config["layer_types"] = sliding_layers(values, 4)
+
+
 def gguf_cohere(values: Metadata, config: dict[str, Any]) -> None:
     config["logit_scale"] = values.number("logit_scale", 1.0)
     config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
@@ -74,5 +87,8 @@ FAMILIES = {
 ARCHITECTURES = {
     "command-r": Architecture(
         "cohere", GGUF_MODULES, {**GGUF_LLAMA, **GGUF_QK_NORM}, norm_eps="layer_norm_eps", extra=(biases, gguf_cohere)
+    ),
+    "cohere2": Architecture(
+        "cohere2", GGUF_MODULES, GGUF_LLAMA, norm_eps="layer_norm_eps", extra=(biases, gguf_cohere, _gguf_cohere2)
     ),
 }

@@ -134,6 +134,9 @@ def mixture(config: Config, experts: str, expert: Mlp, **more: Any) -> Moe:
 TRANSFORMER = (Base("transformer."), Base(""))
 
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
 LLAMA = Names(
     {
         "embed": "embed_tokens",
@@ -141,7 +144,7 @@ LLAMA = Names(
         "final_norm": "norm",
         "attn_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "qkv": QKV,
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
         "o": "self_attn.o_proj",

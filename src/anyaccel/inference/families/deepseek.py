@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, MOST_EXPERTS, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import (
+    GGUF_EXPERTS,
+    GGUF_GATED,
+    GGUF_MODULES,
+    GGUF_SHARED_EXPERTS,
+    Architecture,
+    Metadata,
+    gguf_mixture,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope, rope_parameters, yarn_mscale
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, Rope
-from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.spec.mapping import At, Part, Unsupported
 from anyaccel.outside import Values, shown
 
 
@@ -101,13 +113,23 @@ def deepseek_v3(config: Config) -> DecoderSpec:
     return decoder(config, layers, rms(config), (_latent_rope(config, config.flag("rope_interleave")),))
 
 
+def _keys_and_values(at: At) -> Sequence[Part]:
+    """As GGUF stores them for attention on the latents: [heads, latents, keys] and [heads, values, latents]."""
+    keys, values = (at.name(f"self_attn.{name}_b_proj") for name in ("k", "v"))
+    return [
+        part
+        for head in range(at.attention.heads)
+        for part in (Part(keys, transposed=True, index=head), Part(values, index=head))
+    ]
+
+
 DEEPSEEK = QWEN_MOE.but(
     q_a="self_attn.q_a_proj",
     q_a_norm="self_attn.q_a_layernorm",
     q_b=["self_attn.q_b_proj", "self_attn.q_proj"],
     kv_a="self_attn.kv_a_proj_with_mqa",
     kv_a_norm="self_attn.kv_a_layernorm",
-    kv_b="self_attn.kv_b_proj",
+    kv_b=["self_attn.kv_b_proj", _keys_and_values],
     router__choice_bias="=mlp.gate.e_score_correction_bias",
     shared__gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     shared__down="mlp.shared_experts.down_proj",
@@ -168,5 +190,68 @@ FAMILIES = {
             "rope_interleave": True,
         },
         DEEPSEEK_ALIASES,
+    ),
+}
+
+
+def gguf_deepseek_experts(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config, "n_routed_experts")
+    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+    config["n_shared_experts"] = values.count("expert_shared_count", 1, 1)
+    config["first_k_dense_replace"] = values.count("leading_dense_block_count", 0)
+    config["routed_scaling_factor"] = values.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = values.flag("expert_weights_norm")
+    config["n_group"] = values.count("expert_group_count", 1, 1)
+    config["topk_group"] = values.count("expert_group_used_count", 1, 1)
+
+
+_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers
+
+
+def _gguf_deepseek(values: Metadata, config: dict[str, Any]) -> None:
+    config["num_key_value_heads"] = values.heads
+    config["qk_rope_head_dim"] = values.rotated
+    config["qk_nope_head_dim"] = values.head_dim - values.rotated
+    config["v_head_dim"] = values.value_dim
+    config["kv_lora_rank"] = values.features("attention.kv_lora_rank")
+    low_rank = values.has_tensor("blk.0.attn_q_a.weight")
+    config["q_lora_rank"] = values.features("attention.q_lora_rank") if low_rank else None
+    config.pop("head_dim")
+    biased = any(values.has_tensor(f"blk.{layer}.exp_probs_b.bias") for layer in range(values.layers))
+    scoring = values.count("expert_gating_func", _SIGMOID if biased else _SOFTMAX, _SOFTMAX, _SIGMOID)
+    if scoring == _SIGMOID:
+        config["model_type"] = "deepseek_v3"
+    else:
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
+GGUF_DEEPSEEK_EXPERTS = {
+    **GGUF_EXPERTS,
+    **GGUF_SHARED_EXPERTS,
+    "=mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+ARCHITECTURES = {
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        GGUF_MODULES,
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.q_a_proj": "attn_q_a",
+            "self_attn.q_a_layernorm": "attn_q_a_norm",
+            "self_attn.q_b_proj": "attn_q_b",
+            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+            "self_attn.kv_b_proj": "attn_kv_b",
+            "self_attn.k_b_proj": "attn_k_b",
+            "self_attn.v_b_proj": "attn_v_b",
+            "self_attn.o_proj": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            **GGUF_GATED,
+            **GGUF_DEEPSEEK_EXPERTS,
+        },
+        latent=True,
+        extra=(gguf_deepseek_experts, _gguf_deepseek),
+        others=("deepseek_v3",),
     ),
 }

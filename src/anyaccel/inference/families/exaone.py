@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, attention, decoder, gated, rms, windows
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_MODULES, GGUF_POST_NORMS, Architecture, Metadata, sliding_layers
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.olmo import OLMO2
 from anyaccel.inference.families.rope import rope
@@ -53,3 +56,11 @@ FAMILIES = {
         },
     ),
 }
+
+
+def _gguf_exaone4(values: Metadata, config: dict[str, Any]) -> None:
+    config["sliding_window"] = values.count("attention.sliding_window", 0) or None
+    config["layer_types"] = sliding_layers(values, 4 if config["sliding_window"] else 1)
+
+
+ARCHITECTURES = {"exaone4": Architecture("exaone4", GGUF_MODULES, GGUF_POST_NORMS, extra=(_gguf_exaone4,))}

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
-from anyaccel.inference.families.bloom import BLOOM, alibi_slopes
+from anyaccel.inference.families.bloom import BLOOM, GGUF_BLOOM_LAYER, alibi_slopes
 from anyaccel.inference.families.common import attention, decoder, layer_norm, own_head_dim, plain
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
@@ -80,5 +82,27 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         {"n_embed": "hidden_size"},
+    ),
+}
+
+
+def _gguf_falcon(values: Metadata, config: dict[str, Any]) -> None:
+    grouped = values.has_tensor("blk.0.attn_norm_2.weight")
+    config["new_decoder_architecture"] = grouped
+    config["multi_query"] = not grouped and values.kv_heads == 1
+    config["num_kv_heads"] = values.kv_heads
+    config["activation"] = "gelu"
+    config.pop("head_dim")
+
+
+ARCHITECTURES = {
+    "falcon": Architecture(
+        "falcon",
+        {"transformer.word_embeddings": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"},
+        {**GGUF_BLOOM_LAYER, "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"},
+        prefix="transformer.h.{layer}.",
+        norm_eps="layer_norm_epsilon",
+        extra=(_gguf_falcon,),
+        renamed={"intermediate_size": "ffn_hidden_size"},
     ),
 }

@@ -8,12 +8,19 @@ from typing import Any
 
 from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms, windows
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, Metadata, _pattern
+from anyaccel.inference.families.gguf import (
+    GGUF_FOUR_NORMS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    Architecture,
+    Metadata,
+    sliding_layers,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm, Rope
 from anyaccel.inference.spec.mapping import plus_one
-from anyaccel.outside import flag
 
 
 def _gemma(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0) -> DecoderSpec:
@@ -124,7 +131,7 @@ def gguf_gemma2(values: Metadata, config: dict[str, Any]) -> None:
     config["sliding_window"] = values.count("attention.sliding_window", 4096)
     config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
     config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
-    config["layer_types"] = _pattern(config["num_hidden_layers"], 2)
+    config["layer_types"] = sliding_layers(values, 2)
 
 
 def gguf_gemma3(values: Metadata, config: dict[str, Any]) -> None:
@@ -132,22 +139,10 @@ def gguf_gemma3(values: Metadata, config: dict[str, Any]) -> None:
     config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
     config["sliding_window"] = values.count("attention.sliding_window", 4096)
     config["attn_logit_softcapping"] = config["final_logit_softcapping"] = None
-    pattern = "attention.sliding_window_pattern"
-    if values.is_list(pattern):
-        each = [flag(local, values.where + pattern) for local in values.items(pattern)]
-        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in each]
-    else:
-        config["layer_types"] = _pattern(values.layers, values.whole(pattern, 6, 1))
+    config["layer_types"] = sliding_layers(values, 6)
     full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
     local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0, above=0.0)}
     config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
-
-
-GGUF_FOUR_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 
 
 FAMILIES = {
@@ -172,5 +167,6 @@ ARCHITECTURES = {
         {**GGUF_LLAMA, **GGUF_FOUR_NORMS, **GGUF_QK_NORM},
         norms_less_one=True,
         extra=(gguf_gemma, gguf_gemma3),
+        others=("gemma3",),
     ),
 }

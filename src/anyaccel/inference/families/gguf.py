@@ -13,7 +13,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource, StringArray
 from anyaccel.inference.families.model_config import MOST_LAYERS
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import MOST, Values, line, number, whole
+from anyaccel.outside import MOST, Values, flag, line, number, whole
 
 
 class Metadata(Values):
@@ -48,10 +48,11 @@ class Metadata(Values):
 
     @functools.cached_property
     def layers(self) -> int:
-        """Layers that the file has tensors for."""
-        count = self.count("block_count", minimum=1)
+        """Layers that the file has tensors for, without those for multi-token prediction."""
+        named = self.count("block_count", minimum=1)
+        count = max(named - self.whole("nextn_predict_layers", 0, 0), 1)
         if count > MOST_LAYERS or not any(name.startswith(f"blk.{count - 1}.") for name in self.source.names()):
-            raise ModelError(f"{self.where}block_count={count}, but the file has no tensor of layer {count - 1}")
+            raise ModelError(f"{self.where}block_count={named}, but the file has no tensor of layer {count - 1}")
         return count
 
     @functools.cached_property
@@ -70,10 +71,14 @@ class Metadata(Values):
 
     @functools.cached_property
     def head_dim(self) -> int:
-        width = self.count("attention.key_length", max(self.hidden // self.heads, 1), 1, self._largest)
-        if self.has("attention.value_length"):
-            self.count("attention.value_length", minimum=width, maximum=width)  # no architecture here has another one
-        return width
+        """Values of a head of the queries; of latent attention, not those of its compressed keys."""
+        name = "attention.key_length_mla" if self.has("attention.key_length_mla") else "attention.key_length"
+        return self.count(name, max(self.hidden // self.heads, 1), 1, self._largest)
+
+    @functools.cached_property
+    def value_dim(self) -> int:
+        name = "attention.value_length_mla" if self.has("attention.value_length_mla") else "attention.value_length"
+        return self.count(name, self.head_dim, 1, self._largest)
 
     @functools.cached_property
     def rotated(self) -> int:
@@ -116,12 +121,16 @@ class Architecture:
 
     Attributes:
         model_type: of Hugging Face.
+        others: further families that a file of it may be, as its metadata say.
         modules: Hugging Face module -> GGUF name, for what is not in a layer.
-        layer: the same in a layer, relative to `prefix`; "{expert}" stands for the entry of a stacked tensor.
+        layer: the same in a layer, relative to `prefix`; "{expert}" stands for the entry of a stacked tensor. With "="
+            before a module both are whole names of tensors.
         permuted: rows of queries and keys are stored for interleaved rotary positions.
         norms_less_one: GGUF stores 1 + weight of norms.
         conv1d: modules that Hugging Face stores [in, out].
+        latent: attention is DeepSeek's, whose values have a length of their own and whose heads are rotated in part.
         extra: adds to the config what is special.
+        variant: which architecture a file of this name is, where several share it.
     """
 
     model_type: str
@@ -131,9 +140,12 @@ class Architecture:
     permuted: bool = False
     norms_less_one: bool = False
     conv1d: frozenset[str] = frozenset()
+    latent: bool = False
     norm_eps: str = "rms_norm_eps"
     extra: tuple[Extra, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)  # config key here -> the family's
+    variant: Callable[[Metadata], Architecture] | None = None
+    others: tuple[str, ...] = ()
 
 
 GGUF_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -163,6 +175,38 @@ GGUF_EXPERTS = {
 }
 
 
+GGUF_SHARED_EXPERTS = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+
+
+# Where the norm before the MLP is named after its place behind attention.
+GGUF_LATER_NORM = {"post_attention_layernorm": "post_attention_norm"}
+
+
+# Norms after attention and MLP beside those before.
+GGUF_FOUR_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+# Norms after attention and MLP only.
+GGUF_POST_NORMS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    **GGUF_GATED,
+    **GGUF_QK_NORM,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 GGUF_LLAMA = {**GGUF_ATTENTION, **GGUF_GATED}
 
 
@@ -175,9 +219,21 @@ def partial(values: Metadata, config: dict[str, Any]) -> None:
     config["partial_rotary_factor"] = values.rotated / values.head_dim
 
 
-def _pattern(layers: int, every: int) -> list[str]:
-    """Every `every`-th layer sees all tokens."""
-    return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+def sliding_layers(values: Metadata, every: int) -> list[str]:
+    """The type of each layer: as the file lists them, or every so many-th sees all tokens (`every` if it is silent)."""
+    name = "attention.sliding_window_pattern"
+    if values.is_list(name):
+        local = [flag(each, values.where + name) for each in values.items(name)]
+    else:
+        every = values.whole(name, every, 1)
+        local = [bool((index + 1) % every) for index in range(values.layers)]
+    return ["sliding_attention" if each else "full_attention" for each in local]
+
+
+def gguf_mixture(values: Metadata, config: dict[str, Any], experts: str = "num_experts") -> None:
+    """Numbers of experts, under the family's name for how many there are."""
+    config[experts] = values.features("expert_count")
+    config["num_experts_per_tok"] = values.features("expert_used_count")
 
 
 def rope_factors(values: Metadata, name: str, count: int) -> list[float]:
@@ -205,8 +261,19 @@ def rope_scaling(values: Metadata) -> dict[str, Any]:
         for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if values.has(f"rope.scaling.{key}"):
                 scaling[name] = values.number(f"rope.scaling.{key}")
-        return scaling
+        return scaling | _yarn_mscale(values)
     return {}  # longrope's factors are tensors: see gguf_phi3
+
+
+def _yarn_mscale(values: Metadata) -> dict[str, Any]:
+    """DeepSeek's and Mistral's factors, which are alike in all their models: cosine and sine stay as they are."""
+    name = "rope.scaling.yarn_log_multiplier"
+    if not values.has(name):
+        return {}
+    multiplier = values.number(name)
+    if values.architecture == "deepseek2":
+        multiplier /= 0.1  # the converter has multiplied it
+    return {"mscale": multiplier, "mscale_all_dim": multiplier}
 
 
 def _llama3_scaling(values: Metadata) -> dict[str, Any]:

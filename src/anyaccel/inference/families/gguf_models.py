@@ -94,8 +94,8 @@ def open_gguf(path: Path) -> GgufModel:
     architecture = ARCHITECTURES.get(values.architecture)
     if architecture is None:
         raise Unsupported(f"mapping for the GGUF architecture {shown(values.architecture)} ({path})")
-    if values.whole("expert_count", 0) and values.architecture == "llama":
-        architecture = ARCHITECTURES["llama (experts)"]
+    if architecture.variant is not None:
+        architecture = architecture.variant(values)
     config = _config(values, architecture)
     tensors = GgufTensors(source, _names(values, architecture), values.used)
     return GgufModel(config, _generation(values), tensors)
@@ -106,7 +106,11 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
     if len(embedding.shape) != 2:
         raise ModelError(f"{values.path}: tensor 'token_embd.weight' has shape {embedding.shape}, not two dimensions")
     values.check_vocabulary(embedding.shape[0])
-    if partial not in architecture.extra and values.rotated != values.head_dim:
+    if not architecture.latent and values.value_dim != values.head_dim:
+        raise ModelError(
+            f"{values.where}attention.value_length={values.value_dim}, but keys have a length of {values.head_dim}"
+        )
+    if partial not in architecture.extra and not architecture.latent and values.rotated != values.head_dim:
         raise ModelError(
             f"{values.where}rope.dimension_count={values.rotated}, but this architecture rotates all {values.head_dim} "
             "values of a head"
@@ -161,6 +165,10 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
     found: dict[str, Name] = {}
 
     def add(module: str, stored: str, conv1d: bool = False, rows: list[int] | None = None) -> None:
+        if "=" in module:
+            if stored in values.source:
+                found[module.replace("=", "")] = (stored, {}, None)
+            return
         for suffix in ("weight", "bias"):
             there = f"{stored}.{suffix}"
             if there not in values.source:

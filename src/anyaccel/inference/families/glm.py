@@ -3,9 +3,29 @@
 
 from __future__ import annotations
 
-from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms
-from anyaccel.inference.families.deepseek import DEEPSEEK, DEEPSEEK_ALIASES, after_dense, choice_by_bias
+from typing import Any
+
+from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, QKV, attention, decoder, gated, pre_norm, rms
+from anyaccel.inference.families.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK_ALIASES,
+    GGUF_DEEPSEEK_EXPERTS,
+    after_dense,
+    choice_by_bias,
+    gguf_deepseek_experts,
+)
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_LATER_NORM,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    Architecture,
+    Metadata,
+    biases,
+    partial,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
@@ -38,7 +58,7 @@ def glm4_moe(config: Config) -> DecoderSpec:
     return decoder(config, layers, norm, (rope(config, config.head_dim, partial=True),))
 
 
-GLM = LLAMA.but(mlp__gate_up="mlp.gate_up_proj")
+GLM = LLAMA.but(qkv=[QKV, "self_attn.qkv_proj"], mlp__gate_up="mlp.gate_up_proj")
 
 
 GLM4 = GLM.but(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
@@ -86,5 +106,32 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
         DEEPSEEK_ALIASES,
+    ),
+}
+
+
+def _gguf_glm4_moe(values: Metadata, config: dict[str, Any]) -> None:
+    config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
+
+
+_GGUF_GLM = {
+    **GGUF_ATTENTION,
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ARCHITECTURES = {
+    "chatglm": Architecture("glm", GGUF_MODULES, _GGUF_GLM, extra=(biases, partial)),
+    "glm4": Architecture(
+        "glm4",
+        GGUF_MODULES,
+        {**_GGUF_GLM, "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+        extra=(biases, partial),
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, **GGUF_LATER_NORM, **GGUF_QK_NORM, **GGUF_DEEPSEEK_EXPERTS},
+        extra=(biases, partial, gguf_deepseek_experts, _gguf_glm4_moe),
     ),
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from anyaccel.errors import ModelError
@@ -235,26 +236,39 @@ FAMILIES = {
         GPT_ALIASES,
     ),
 }
+
+
+def _gguf_starcoder(values: Metadata, config: dict[str, Any]) -> None:
+    # Files of both kinds say that they have one head.
+    config["multi_query"] = values.shape("blk.0.attn_qkv.weight")[0] != 3 * values.hidden
+    gguf_gpt2(values, config)
+    config["activation_function"] = "gelu_pytorch_tanh"
+
+
+_GGUF_GPT2 = Architecture(
+    "gpt2",
+    {
+        "transformer.wte": "token_embd",
+        "transformer.wpe": "position_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+    },
+    GGUF_GPT2_LAYER,
+    prefix="transformer.h.{layer}.",
+    conv1d=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+    norm_eps="layer_norm_epsilon",
+    extra=(gguf_gpt2,),
+    renamed={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+    },
+)
 ARCHITECTURES = {
-    "gpt2": Architecture(
-        "gpt2",
-        {
-            "transformer.wte": "token_embd",
-            "transformer.wpe": "position_embd",
-            "transformer.ln_f": "output_norm",
-            "lm_head": "output",
-        },
-        GGUF_GPT2_LAYER,
-        prefix="transformer.h.{layer}.",
-        conv1d=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
-        norm_eps="layer_norm_epsilon",
-        extra=(gguf_gpt2,),
-        renamed={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-            "intermediate_size": "n_inner",
-        },
+    "gpt2": _GGUF_GPT2,
+    "starcoder": dataclasses.replace(
+        _GGUF_GPT2, model_type="gpt_bigcode", conv1d=frozenset(), extra=(_gguf_starcoder,)
     ),
 }

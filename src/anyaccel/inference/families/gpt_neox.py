@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyaccel.inference.families.common import attention, by_head, decoder, layer_norm, own_head_dim, plain, pre_norm
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import Architecture, Metadata, partial
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec
@@ -30,7 +33,7 @@ GPT_NEOX = Names(
         "final_norm": "final_layer_norm",
         "attn_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
-        "qkv": by_head("attention.query_key_value"),
+        "qkv": [by_head("attention.query_key_value"), "attention.qkv"],
         "o": "attention.dense",
         "mlp.gate_up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h",
@@ -58,5 +61,30 @@ FAMILIES = {
             "partial_rotary_factor": 0.25,
         },
         {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+    ),
+}
+
+
+def _gguf_gpt_neox(values: Metadata, config: dict[str, Any]) -> None:
+    config["hidden_act"] = "gelu"
+    config["use_parallel_residual"] = values.flag("use_parallel_residual", True)
+    config["attention_bias"] = values.has_tensor("blk.0.attn_qkv.bias")
+
+
+ARCHITECTURES = {
+    "gptneox": Architecture(
+        "gpt_neox",
+        {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "lm_head": "output"},
+        {
+            "input_layernorm": "attn_norm",
+            "attention.qkv": "attn_qkv",  # queries, keys and values one after another, not by head
+            "attention.dense": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        prefix="gpt_neox.layers.{layer}.",
+        norm_eps="layer_norm_eps",
+        extra=(partial, _gguf_gpt_neox),
     ),
 }

@@ -4,9 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from anyaccel.inference.families.common import LLAMA, attention, decoder, mixture, pre_norm, rms, windows
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_EXPERTS,
+    GGUF_LATER_NORM,
+    GGUF_MODULES,
+    Architecture,
+    Metadata,
+    biases,
+    gguf_mixture,
+    sliding_layers,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe
@@ -56,8 +68,11 @@ def _gpt_oss_down(at: At) -> Sequence[Part]:
 GPT_OSS = LLAMA.but(
     router="mlp.router",
     sinks="=self_attn.sinks",
-    experts__gate_up=_gpt_oss_gate_up,
-    experts__down=_gpt_oss_down,
+    experts__gate_up=[
+        _gpt_oss_gate_up,
+        ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    ],
+    experts__down=[_gpt_oss_down, "mlp.experts.{expert}.down_proj"],
 )
 
 
@@ -93,5 +108,30 @@ FAMILIES = {
             },
         },
         {"num_experts": "num_local_experts"},
+    ),
+}
+
+
+def _gguf_gpt_oss(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config, "num_local_experts")
+    config["intermediate_size"] = values.features("expert_feed_forward_length")
+    config["sliding_window"] = values.count("attention.sliding_window", minimum=1)
+    config["layer_types"] = sliding_layers(values, 2)
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # not in the file
+
+
+ARCHITECTURES = {
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        GGUF_MODULES,
+        {
+            **GGUF_ATTENTION,
+            **GGUF_LATER_NORM,
+            **GGUF_EXPERTS,
+            "mlp.router": "ffn_gate_inp",
+            "=self_attn.sinks": "attn_sinks.weight",
+        },
+        extra=(biases, _gguf_gpt_oss),
     ),
 }

@@ -7,7 +7,16 @@ from typing import Any
 
 from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, Architecture, Metadata, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_EXPERTS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    Architecture,
+    Metadata,
+    biases,
+    gguf_mixture,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe
@@ -40,8 +49,13 @@ GRANITE_MOE = LLAMA.but(
     experts__gate_up=[
         stacked("block_sparse_moe.input_linear"),
         stacked("=block_sparse_moe.experts.gate_up_proj"),
+        ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     ],
-    experts__down=[stacked("block_sparse_moe.output_linear"), stacked("=block_sparse_moe.experts.down_proj")],
+    experts__down=[
+        stacked("block_sparse_moe.output_linear"),
+        stacked("=block_sparse_moe.experts.down_proj"),
+        "mlp.experts.{expert}.down_proj",
+    ],
 )
 
 
@@ -61,6 +75,10 @@ def gguf_granite(values: Metadata, config: dict[str, Any]) -> None:
     config["logits_scaling"] = values.number("logit_scale", 1.0)
 
 
+def _gguf_granite_moe(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config, "num_local_experts")
+
+
 FAMILIES = {
     "granite": Family("Granite 3", granite, LLAMA, GRANITE_DEFAULTS),
     "granitemoe": Family(
@@ -72,4 +90,11 @@ FAMILIES = {
 }
 ARCHITECTURES = {
     "granite": Architecture("granite", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases, gguf_granite)),
+    "granitemoe": Architecture(
+        "granitemoe",
+        GGUF_MODULES,
+        {**GGUF_ATTENTION, **GGUF_EXPERTS, "block_sparse_moe.router.layer": "ffn_gate_inp"},
+        permuted=True,
+        extra=(biases, gguf_granite, _gguf_granite_moe),
+    ),
 }

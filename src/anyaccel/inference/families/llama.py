@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import (
@@ -20,7 +21,17 @@ from anyaccel.inference.families.common import (
     windows,
 )
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, Architecture, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_LATER_NORM,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    Architecture,
+    Metadata,
+    biases,
+    partial,
+)
+from anyaccel.inference.families.mistral import GGUF_MIXTRAL
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
@@ -218,6 +229,50 @@ FAMILIES = {
         {**LLAMA_DEFAULTS, "vocab_size": 290943, "rms_norm_eps": 1e-5},
     ),
 }
+
+
+def _llama_or_mixtral(values: Metadata) -> Architecture:
+    return GGUF_MIXTRAL if values.whole("expert_count", 0) else GGUF_LLAMA_DENSE
+
+
+def _gguf_smollm3(values: Metadata, config: dict[str, Any]) -> None:
+    config["no_rope_layer_interval"] = 4  # not in the file
+
+
+def _gguf_arcee(values: Metadata, config: dict[str, Any]) -> None:
+    config["hidden_act"] = "relu2"
+
+
+def _gguf_ernie(values: Metadata, config: dict[str, Any]) -> None:
+    config["use_bias"] = config["attention_bias"]
+
+
+def _gguf_seed_oss(values: Metadata, config: dict[str, Any]) -> None:
+    config["attention_out_bias"] = values.has_tensor("blk.0.attn_output.bias")
+
+
+GGUF_UNGATED = {**GGUF_ATTENTION, "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+GGUF_LLAMA_DENSE = Architecture("llama", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases,))
 ARCHITECTURES = {
-    "llama": Architecture("llama", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases,)),
+    "llama": dataclasses.replace(GGUF_LLAMA_DENSE, variant=_llama_or_mixtral, others=("mixtral",)),
+    "smollm3": Architecture("smollm3", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases, _gguf_smollm3)),
+    "seed_oss": Architecture(
+        "seed_oss", GGUF_MODULES, {**GGUF_LLAMA, **GGUF_LATER_NORM}, extra=(biases, _gguf_seed_oss)
+    ),
+    "arcee": Architecture("arcee", GGUF_MODULES, GGUF_UNGATED, permuted=True, extra=(biases, _gguf_arcee)),
+    "nemotron": Architecture(
+        "nemotron",
+        GGUF_MODULES,
+        GGUF_UNGATED,
+        norms_less_one=True,
+        norm_eps="norm_eps",
+        extra=(partial, biases, _gguf_arcee),
+    ),
+    "ernie4_5": Architecture("ernie4_5", GGUF_MODULES, GGUF_LLAMA, extra=(biases, _gguf_ernie)),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+        extra=(biases,),
+    ),
 }

@@ -19,7 +19,14 @@ from anyaccel.inference.families.common import (
     windows,
 )
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_ATTENTION, GGUF_MODULES, Architecture, Metadata
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    Architecture,
+    Metadata,
+    gguf_mixture,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec
@@ -117,23 +124,34 @@ FAMILIES = {
 
 
 def _gguf_mixtral(values: Metadata, config: dict[str, Any]) -> None:
-    config["num_local_experts"] = values.features("expert_count")
-    config["num_experts_per_tok"] = values.features("expert_used_count")
+    gguf_mixture(values, config, "num_local_experts")
+
+
+def _gguf_ministral3(values: Metadata, config: dict[str, Any]) -> None:
+    """Mistral Small 3 has neither the scaling of positions nor that of queries."""
+    config["sliding_window"] = None
+    if values.has("attention.temperature_scale"):
+        config["rope_scaling"]["llama_4_scaling_beta"] = values.number("attention.temperature_scale")
+    elif "rope_scaling" not in config:
+        config["model_type"] = "mistral"
 
 
 # A llama file with experts is a Mixtral.
+GGUF_MIXTRAL = Architecture(
+    "mixtral",
+    GGUF_MODULES,
+    {
+        **GGUF_ATTENTION,
+        "block_sparse_moe.gate": "ffn_gate_inp",
+        "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
+        "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
+        "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
+    },
+    permuted=True,
+    extra=(_gguf_mixtral,),
+)
 ARCHITECTURES = {
-    "llama (experts)": Architecture(
-        "mixtral",
-        GGUF_MODULES,
-        {
-            **GGUF_ATTENTION,
-            "block_sparse_moe.gate": "ffn_gate_inp",
-            "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
-            "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
-            "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
-        },
-        permuted=True,
-        extra=(_gguf_mixtral,),
+    "mistral3": Architecture(
+        "ministral3", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(_gguf_ministral3,), others=("mistral",)
     ),
 }

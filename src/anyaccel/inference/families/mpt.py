@@ -8,6 +8,7 @@ from typing import Any
 
 from anyaccel.inference.families.common import TRANSFORMER, attention, decoder, layer_norm, own_head_dim, pre_norm
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp
 from anyaccel.inference.spec.mapping import Names, Unsupported
@@ -85,5 +86,36 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         {"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers"},
+    ),
+}
+
+
+def _gguf_mpt(values: Metadata, config: dict[str, Any]) -> None:
+    slope = values.number("attention.max_alibi_bias", 0.0)
+    config["attn_config"] = {
+        "alibi": slope > 0,
+        "alibi_bias_max": int(slope),
+        "clip_qkv": values.number("attention.clamp_kqv", 0.0),
+        "qk_ln": values.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+    config["expansion_ratio"] = config["intermediate_size"] // config["hidden_size"]
+
+
+ARCHITECTURES = {
+    "mpt": Architecture(
+        "mpt",
+        {"transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "lm_head": "output"},
+        {
+            "norm_1": "attn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "norm_2": "ffn_norm",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+        },
+        prefix="transformer.blocks.{layer}.",
+        norm_eps="layer_norm_epsilon",
+        extra=(_gguf_mpt,),
+        renamed={"max_position_embeddings": "max_seq_len"},
     ),
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyaccel.inference.families.common import (
     LLAMA,
     LLAMA_DEFAULTS,
@@ -16,7 +18,19 @@ from anyaccel.inference.families.common import (
     windows,
 )
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_EXPERTS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_POST_NORMS,
+    GGUF_QK_NORM,
+    Architecture,
+    Metadata,
+    biases,
+    gguf_mixture,
+    sliding_layers,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope, rope_parameters_of
@@ -95,16 +109,31 @@ FAMILIES = {
         {"num_local_experts": "num_experts"},
     ),
 }
+
+
+def _gguf_olmo(values: Metadata, config: dict[str, Any]) -> None:
+    config["clip_qkv"] = values.number("attention.clamp_kqv", 0.0)
+
+
+def _gguf_olmo2(values: Metadata, config: dict[str, Any]) -> None:
+    """OLMo 3 has windows, and scales positions in the other layers only."""
+    if not values.has("attention.sliding_window"):
+        return
+    config["model_type"] = "olmo3"
+    config["sliding_window"] = values.count("attention.sliding_window")
+    config["layer_types"] = sliding_layers(values, 4)
+    theta = config.pop("rope_theta")
+    sliding = values.number("rope.freq_base_swa", theta, above=0.0)
+    config["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
+    }
+
+
 ARCHITECTURES = {
-    "olmo2": Architecture(
-        "olmo2",
-        GGUF_MODULES,
-        {
-            **{name: of for name, of in GGUF_LLAMA.items() if name != "input_layernorm"},
-            **GGUF_QK_NORM,
-            "post_attention_layernorm": "post_attention_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        },
-        extra=(biases,),
+    "olmo": Architecture("olmo", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases, _gguf_olmo)),
+    "olmo2": Architecture("olmo2", GGUF_MODULES, GGUF_POST_NORMS, extra=(biases, _gguf_olmo2), others=("olmo3",)),
+    "olmoe": Architecture(
+        "olmoe", GGUF_MODULES, {**GGUF_ATTENTION, **GGUF_QK_NORM, **GGUF_EXPERTS}, extra=(biases, gguf_mixture)
     ),
 }

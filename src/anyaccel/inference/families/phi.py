@@ -8,6 +8,7 @@ from typing import Any
 from anyaccel.inference.families.common import (
     LLAMA,
     LLAMA_DEFAULTS,
+    QKV,
     attention,
     decoder,
     gated,
@@ -54,6 +55,7 @@ PHI = LLAMA.but(
     final_norm="final_layernorm",
     q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm",
+    qkv=[QKV, "self_attn.qkv_proj"],
     o="self_attn.dense",
     mlp__gate_up="mlp.fc1",
     mlp__down="mlp.fc2",
@@ -107,7 +109,29 @@ FAMILIES = {
         },
     ),
 }
+
+
+def _gguf_phi2(values: Metadata, config: dict[str, Any]) -> None:
+    config["hidden_act"] = "gelu_new"
+
+
 ARCHITECTURES = {
+    "phi2": Architecture(
+        "phi",
+        {"model.embed_tokens": "token_embd", "model.final_layernorm": "output_norm", "lm_head": "output"},
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.dense": "attn_output",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+        },
+        norm_eps="layer_norm_eps",
+        extra=(partial, _gguf_phi2),
+    ),
     "phi3": Architecture(
         "phi3",
         GGUF_MODULES,

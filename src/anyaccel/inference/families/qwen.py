@@ -27,6 +27,7 @@ from anyaccel.inference.families.gguf import (
     Architecture,
     Metadata,
     biases,
+    gguf_mixture,
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
@@ -126,8 +127,7 @@ QWEN_MOE_DEFAULTS = {
 
 
 def gguf_qwen_moe(values: Metadata, config: dict[str, Any]) -> None:
-    config["num_experts"] = values.features("expert_count")
-    config["num_experts_per_tok"] = values.features("expert_used_count")
+    gguf_mixture(values, config)
     config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
     config["decoder_sparse_step"] = 1
     config["norm_topk_prob"] = config["model_type"] == "qwen3_moe"  # llama.cpp normalises there too

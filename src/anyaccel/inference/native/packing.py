@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks, TransposedBlocks
 from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix
 from anyaccel.inference.checkpoints.sources import (
     BLOCKS,
@@ -203,9 +204,7 @@ class Plan:
             wanted = "a vector" if vector else "a matrix"
             raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: {wanted} is needed")
         if part.transposed != tensor.transposed:
-            if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
-                raise Unsupported(f"matrix of type {tensor.type} that runs along its columns ({tensor.where})")
-            tensor = replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+            tensor = _transposed(tensor)
         count = tensor.shape[0]
         rows: Rows = range(part.first, count if part.count < 0 else part.first + part.count)
         if part.order is not None:
@@ -296,6 +295,22 @@ class Plan:
                 address = tensor.address + first * stride
                 model.set_vector(shape.name, at, count, address, tensor.type, step * stride, part.plus)
                 at += count
+
+
+def _transposed(tensor: Any) -> Any:
+    """The transpose of a stored matrix.
+
+    Raises:
+        Unsupported: it is in blocks that are not GGUF's.
+    """
+    if isinstance(tensor, TensorView) and BLOCKS[tensor.type][0] == 1:
+        return replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+    if isinstance(tensor, TensorView) and tensor.file is not None:
+        begin = tensor.address - tensor.file.address
+        tensor = GgufBlocks(tensor.where, tensor.type, tensor.shape, tensor.file, begin, tensor.strides[0])
+    if not isinstance(tensor, GgufBlocks):
+        raise Unsupported(f"matrix of type {tensor.type} that runs along its columns ({tensor.where})")
+    return TransposedBlocks(tensor)
 
 
 def _flattened(tensor: TensorView) -> TensorView:
