@@ -108,7 +108,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: ready ## lint, the native tests, in short those of arm64 with qemu, and the tests without the slow ones
 	$(PYTEST) -m "not slow"
 
-test-all: ready sanitize test-arm64 test-cross arm64-package ## lint, the native tests with and without sanitizers and for other machines, and every test
+test-all: ready bench-peers sanitize test-arm64 test-cross arm64-package ## lint, the native tests with and without sanitizers and for other machines, and every test
 	$(PYTEST)
 
 check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)

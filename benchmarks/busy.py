@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduces between ranks whose cores have other work: backend shm beside gloo, with N busy loops and without.
 
-Each step of a rank computes for a while and then all-reduces, as a token of a tensor-parallel model (20 KB, 0.2 ms) or a
-bucket of DistributedDataParallel (1 MB, 2 ms) does. Each rank is bound to a core, the busy loops to nothing. The
+Each step of a rank computes for a while and then all-reduces, as a token of a tensor-parallel model (20 KB, 0.2 ms)
+or a bucket of DistributedDataParallel (1 MB, 2 ms) does. Each rank is bound to a core, the busy loops to nothing. The
 backends take turns, round by round, in the same processes; the median of a round's time a step counts.
 """
 

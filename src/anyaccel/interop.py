@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.accelerator import get_accelerator
@@ -20,7 +21,8 @@ def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
 
     Our accelerators become `DeepSpeedAccelerator`s for isinstance(). Call it at the start of a script: DeepSpeed
     chooses an accelerator of its own while it is imported, and objects that it made with that one keep it. Its op
-    builders, which it looks up at that time, stay its own too; `create_op_builder()` of ours gives ours.
+    builders, which it looks up at that time, stay its own too; `create_op_builder()` of ours gives ours, and from then
+    on None where there is none, as DeepSpeed wants it.
 
     Args:
         accelerator: the one of `anyaccel.accelerator.get_accelerator()` when left out.
@@ -37,8 +39,15 @@ def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
 
     # A virtual subclass: the interface is the same, so there is nothing to inherit.
     deepspeed.DeepSpeedAccelerator.register(Accelerator)
+    # DeepSpeed asks for every builder that it knows, and tests for None, where ours raises an error that says why.
+    vars(ours)["create_op_builder"] = partial(_builder_or_none, ours)
     deepspeed.set_accelerator(ours)
     return ours
+
+
+def _builder_or_none(accelerator: Accelerator, class_name: str) -> Any:
+    builder = accelerator.get_op_builder(class_name)
+    return None if builder is None else builder()
 
 
 def _deepspeed() -> Any:

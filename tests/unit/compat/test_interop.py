@@ -2,6 +2,7 @@
 """Our accelerator in a real DeepSpeed, where one is installed, and the errors where none is."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 from anyaccel import compat, interop
 from anyaccel.errors import CompatError
 
-# A folder with DeepSpeed and what it needs, for those who do not want it among their packages.
-FOLDER = os.environ.get("DEEPSPEED_FOLDER", "")
+# A folder with DeepSpeed and what it needs, for those who do not want it among their packages: `make bench-peers`
+# makes one.
+_PEERS = sorted((Path(__file__).parents[3] / ".venv-bench" / "lib").glob("python3.*/site-packages/deepspeed"))
+FOLDER = os.environ.get("DEEPSPEED_FOLDER", str(_PEERS[0].parent) if _PEERS else "")
 
 TRAINING = """
 import os, socket
@@ -47,16 +50,68 @@ print("trained with", type(get_accelerator()).__name__)
 """
 
 
-def test_the_real_deepspeed_trains_with_zero_on_our_cpu_backend(tmp_path):
+def skip_without_deepspeed():
     spec = importlib.util.find_spec("deepspeed")
     if not FOLDER and (spec is None or compat._is_alias(spec.origin or "")):
-        pytest.skip("DeepSpeed is not installed, and DEEPSPEED_FOLDER names no folder that has it")
+        pytest.skip("DeepSpeed is not installed: make bench-peers, or DEEPSPEED_FOLDER=/folder/that/has/it")
+
+
+def test_the_real_deepspeed_trains_with_zero_on_our_cpu_backend(tmp_path):
+    skip_without_deepspeed()
     variables = {"PYTHONPATH": FOLDER, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", TRAINING], env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "trained with CpuAccelerator"
+
+
+STAGES = """
+import json, os, pathlib, sys
+import anyaccel.interop
+anyaccel.interop.use_in_deepspeed()
+import anyaccel.comm, deepspeed, torch, torch.distributed as dist
+deepspeed.init_distributed(dist_backend=sys.argv[1])
+losses = {}
+for stage in range(4):
+    for bf16 in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+            "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        })
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(4, 8, dtype=torch.bfloat16 if bf16 else torch.float32)
+        for _ in range(8):
+            loss = engine(x).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            losses.setdefault(f"stage {stage}, {x.dtype}", []).append(loss.item())
+summed = deepspeed.comm.inference_all_reduce(torch.full((5,), dist.get_rank() + 1.0, dtype=torch.bfloat16))
+assert summed.tolist() == [3.0] * 5, summed
+pathlib.Path(f"{sys.argv[1]}{dist.get_rank()}").write_text(json.dumps(losses))
+deepspeed.comm.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_stage_of_zero_on_two_ranks_gives_the_losses_of_gloo(tmp_path):
+    skip_without_deepspeed()
+    (tmp_path / "stages.py").write_text(STAGES)
+    variables = {"PYTHONPATH": FOLDER, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    run_ranks = [sys.executable, "-m", "anyaccel", "run", "--no_local_rank", "--num_accelerators", "2", "stages.py"]
+    for backend in ("gloo", "shm"):
+        done = subprocess.run(
+            [*run_ranks, backend], env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        losses = json.loads((tmp_path / f"shm{rank}").read_text())
+        assert len(losses) == 8
+        assert losses == json.loads((tmp_path / f"gloo{rank}").read_text())
+        assert all(found[-1] < found[0] / 2 for found in losses.values())
 
 
 def run(tmp_path, **variables):
