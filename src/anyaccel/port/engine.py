@@ -11,7 +11,7 @@ from typing import Any
 
 import libcst as cst
 
-from anyaccel.port import cuda_names, literals, packages, pickers, processes, tables, tensors, usage
+from anyaccel.port import cuda_names, integers, literals, packages, pickers, processes, tables, tensors, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.fstrings import free_quotes, shows_code
@@ -213,6 +213,10 @@ def _may_have_findings(text: str) -> bool:
                     return True
             case ast.FunctionDef(name="cuda") | ast.keyword(arg="device_ids"):
                 return True
+            case ast.Call(func=ast.Attribute(attr="to" | "device"), args=[ast.Constant(int()) | ast.Name(), *_]):
+                return True
+            case ast.keyword(arg="device", value=ast.Constant(int())):
+                return True
             case ast.Constant(value=str(value)) if _PROGRAMS.match(value):
                 return True
     return False
@@ -263,6 +267,7 @@ def _calls(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
         if not ctx.is_claimed(node):
             yield from tensors.find_call(ctx, node)
     else:
+        yield from integers.find(ctx, node)
         yield from processes.find_wrapper(ctx, node)
         yield from _strings(ctx, node)
 

@@ -232,6 +232,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "ACC203",
+        "a whole number where a device is wanted",
+        "torch takes it for the index of a device of the accelerator that it was built for; a CPU has none.",
+        (
+            (
+                "torch.cuda.set_device(local_rank)\nmodel = model.to(local_rank)",
+                "get_accelerator().set_device(local_rank)\nmodel = model.to(local_rank)",
+            ),
+            (
+                "torch.cuda.synchronize()\nx = torch.zeros(2, device=torch.device(0))",
+                "get_accelerator().synchronize()\nx = torch.zeros(2, device=torch.device(0))",
+            ),
+        ),
+    ),
+    Rule(
         "ACC301",
         ".cuda()",
         "`.to()` takes the name of a device; `non_blocking` and `memory_format` stay. An argument that may be an index "

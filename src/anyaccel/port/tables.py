@@ -260,6 +260,7 @@ MAGIC_MARK = "# anyaccel-line:"
 # A file in which none of these occurs has nothing to port.
 WORDS = re.compile(
     r"cuda|nccl|device_ids|pin_memory|triton|nvidia|pynvml|py3nvml|GPUtil|gpustat|nvitop|bitsandbytes|flash_attn|flashinfer|apex|"
-    r"xformers|cupy|cuml|cudf|mamba_ssm|tensorrt|transformer_engine|spconv|MinkowskiEngine|auto_gptq|amp_C|causal_conv1d",
+    r"xformers|cupy|cuml|cudf|mamba_ssm|tensorrt|transformer_engine|spconv|MinkowskiEngine|auto_gptq|amp_C|causal_conv1d|"
+    r"device ?[=(] ?\d|\.to\( ?(?:\d|\w*(?:rank|gpu|device))",
     re.IGNORECASE,
 )
