@@ -195,3 +195,57 @@ def test_what_starts_a_round_without_a_guardian_ends_nothing(tmp_path):
         assert other.poll() is None
         other.kill()
     assert done.returncode == 0
+
+
+# A worker that writes down each signal for it, and ends at SIGTERM.
+COUNT = """exec python3 -u -c '
+import os, signal, time
+mine = "tmp" + os.environ["RANK"]
+def note(number, frame):
+    open("got" + os.environ["RANK"], "a").write(signal.Signals(number).name + " ")
+signal.signal(signal.SIGUSR1, note)
+signal.signal(signal.SIGUSR2, note)
+os.rename(mine, "rank" + os.environ["RANK"])
+while True: time.sleep(60)
+'"""
+COUNT_WRITE = "echo $$ >tmp$RANK && "
+
+
+def got(tmp_path):
+    files = [tmp_path / f"got{rank}" for rank in (0, 1)]
+    return [file.read_text().split() if file.exists() else [] for file in files]
+
+
+def parents(pid, last):
+    found = []
+    while (pid := parent(pid)) != last:
+        found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["to the launcher", "to all processes, as Slurm does"])
+@pytest.mark.parametrize("hosts", [False, True])
+def test_user_signals_are_for_the_workers_and_end_nothing(start, tmp_path, monkeypatch, hosts, everything):
+    monkeypatch.setattr(sys.modules[__name__], "WRITE", COUNT_WRITE)
+    launcher, _ = start(hosts, then=COUNT)
+    workers = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    others = {pid for worker in workers for pid in parents(worker, launcher.pid)}
+    for count, name in enumerate(["SIGUSR1", "SIGUSR2", "SIGUSR1"]):
+        for pid in [launcher.pid, *(sorted(others) + workers if everything else [])]:
+            os.kill(pid, getattr(signal, name))
+        wait_for(lambda count=count: all(len(each) > count for each in got(tmp_path)), f"workers got {name}")
+        time.sleep(0.5 if everything else 0)  # one that came twice would be here by now
+    launcher.send_signal(signal.SIGTERM)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 128 + signal.SIGTERM, errors
+    assert got(tmp_path) == [["SIGUSR1", "SIGUSR2", "SIGUSR1"]] * 2
+    assert "SIGUSR1 received" in errors
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_a_worker_without_a_handler_dies_of_a_user_signal_as_by_default(start, hosts):
+    launcher, _ = start(hosts)
+    launcher.send_signal(signal.SIGUSR1)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 128 + signal.SIGUSR1
+    assert "was killed by SIGUSR1" in errors

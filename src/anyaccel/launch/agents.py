@@ -12,6 +12,7 @@ from typing import Any
 from anyaccel.launch.channel import FrameReader
 from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.output import Output
+from anyaccel.launch.signals import ignore_passed_on
 from anyaccel.launch.streams import BACKLOG
 
 # Bytes of ssh's output before the agent's first frame that are kept for an error message.
@@ -138,7 +139,12 @@ class PipeAgent(Agent):
         self._reader = FrameReader(secret, lambda kind, data: on_frame(self, kind, data), self._on_text)
         # A session of its own, so that signals of the terminal go to us only, and we forward them in order.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=ignore_passed_on,
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._stdin = self._process.stdin

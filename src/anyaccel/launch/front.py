@@ -29,6 +29,7 @@ from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot
 from anyaccel.launch.signals import stop_signals, without_stopping
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
+from anyaccel.launch.worker import PASSED_ON
 
 if TYPE_CHECKING:
     from anyaccel.launch.callback import AgentListener
@@ -298,7 +299,12 @@ class Front:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return
-        if self._stop is None:
+        if number in PASSED_ON:
+            self.console.line(f"{signal.Signals(number).name} received{', passed on' if self._started else ''}")
+            for agent in self.agents:
+                if self._started and agent.running:
+                    agent.send(bytes([number]))
+        elif self._stop is None:
             self._stop = number, time.monotonic()
             hosts = len(self._task.hosts)
             workers = f"{self._task.world_size} workers on {hosts} host{'' if hosts == 1 else 's'}"

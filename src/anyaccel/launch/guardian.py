@@ -37,7 +37,7 @@ from anyaccel.launch.contract import (
 from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
 from anyaccel.launch.streams import Streams
-from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
+from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS, Worker, become_worker
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ class _Guardian:
         self._sigterm_at: float | None = None  # when SIGTERM follows a gentler signal
         self._phase_ends_at: float | None = None  # when the phase ends
         self._signalled_at = 0.0
+        self._pass_on_at: dict[int, float] = {}  # when a signal that is for the workers alone is passed on
+        self._came_here: dict[int, float] = {}  # when this process got one
         self._kill_deadline = 0.0
         self._children = True
         self._finished_at: float | None = None
@@ -193,7 +195,7 @@ class _Guardian:
         for end in (read_end, write_end):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda _number, _frame: None)
         # We write to the terminal from a background process group, and to pipes whose readers may be gone.
@@ -228,7 +230,8 @@ class _Guardian:
     def _wait(self) -> None:
         """Sleep until something happens or the next deadline comes."""
         now = time.monotonic()
-        deadlines = [at for at in (self._sigterm_at, self._phase_ends_at) if at is not None] if self._children else []
+        times = (self._sigterm_at, self._phase_ends_at, *self._pass_on_at.values())
+        deadlines = [at for at in times if at is not None] if self._children else []
         if self._finished_at is not None and self._result.signal is not None:
             deadlines.append(self._finished_at + 1)
         poller = select.poll()
@@ -278,7 +281,11 @@ class _Guardian:
 
     def _on_signals(self) -> None:
         for number in os.read(self._wakeup, 4096):
-            if number != signal.SIGCHLD:
+            if number in PASSED_ON:
+                # Nobody sends it to this process alone: it has been sent to all processes of the job.
+                self._came_here[number] = time.monotonic()
+                self._pass_on_at.pop(number, None)
+            elif number != signal.SIGCHLD:
                 self._stop(number, delivered=False)
 
     def _on_control(self, descriptor: int) -> None:
@@ -293,7 +300,11 @@ class _Guardian:
             if byte == STDERR_CLOSED:
                 self._streams.cut(self._output)
                 continue
-            self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
+            number, now = byte & ~DELIVERED, time.monotonic()
+            if number not in PASSED_ON:
+                self._stop(number, delivered=bool(byte & DELIVERED))
+            elif now > self._came_here.get(number, -SAME_MOMENT) + SAME_MOMENT:
+                self._pass_on_at.setdefault(number, now + SAME_MOMENT)
 
     def _lose_launcher(self) -> None:
         self._launcher_gone = True
@@ -367,6 +378,9 @@ class _Guardian:
             self._lose_launcher()
         if not self._children:
             return
+        for number in [number for number, at in self._pass_on_at.items() if now >= at]:
+            del self._pass_on_at[number]
+            processes.send(self._running, number)
         if self._phase is _Phase.KILLING:
             if now > self._kill_deadline:
                 self._result.unkillable = processes.describe(processes.descendants())

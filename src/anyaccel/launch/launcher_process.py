@@ -14,6 +14,7 @@ from anyaccel import _native
 from anyaccel.launch.failure import describe_end
 from anyaccel.launch.output import Output
 from anyaccel.launch.processes import children, end_all
+from anyaccel.launch.signals import ignore_passed_on
 from anyaccel.launch.streams import BACKLOG
 
 # Seconds to wait for the launcher's end after SIGKILL.
@@ -50,6 +51,7 @@ class LauncherProcess:
         _native.set_child_subreaper(True)  # processes that the launcher leaves behind become our children
 
         def tie() -> None:
+            ignore_passed_on()
             _native.set_parent_death_signal(signal.SIGTERM)
             if os.getppid() != own:
                 os._exit(128 + signal.SIGTERM)

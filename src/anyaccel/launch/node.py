@@ -29,6 +29,7 @@ from anyaccel.launch.plan import LaunchPlan
 from anyaccel.launch.planning import free_port
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
+from anyaccel.launch.worker import PASSED_ON
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -230,6 +231,8 @@ def _close_gracefully(descriptor: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the agent; returns 0 when the launcher has been told how the job ended."""
+    for passed_on in PASSED_ON:  # which ssh and others were started to ignore, and Python ends by
+        signal.signal(passed_on, lambda _number, _frame: None)
     try:
         if not arguments and "ANYACCEL_CONTACT" not in os.environ:
             return _behind_ssh()

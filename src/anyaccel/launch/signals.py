@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from anyaccel.launch.worker import STOP_SIGNALS
+from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS
 
 
 @contextmanager
 def stop_signals() -> Iterator[int]:
-    """Yields a descriptor that receives the number of each signal: those that end the launcher, and SIGCHLD.
+    """Yields a descriptor that receives the number of each signal: those that end the launcher or are for the workers,
+    and SIGCHLD.
 
     Enter it before other processes are started: a signal that comes earlier ends this process alone.
     """
@@ -24,7 +25,7 @@ def stop_signals() -> Iterator[int]:
     old: dict[signal.Signals, Any] = {}
     old_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
                 old[number] = signal.signal(number, lambda _number, _frame: None)
         yield read_end
@@ -34,6 +35,12 @@ def stop_signals() -> Iterator[int]:
         signal.set_wakeup_fd(old_wakeup)
         os.close(read_end)
         os.close(write_end)
+
+
+def ignore_passed_on() -> None:
+    """Ignore what is for the workers alone, for a child that is about to become another program, such as ssh."""
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

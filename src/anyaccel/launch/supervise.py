@@ -21,7 +21,7 @@ from anyaccel.launch.contract import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES,
 from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
 from anyaccel.launch.guardian import guard
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
-from anyaccel.launch.worker import STOP_SIGNALS, Worker
+from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS, Worker
 
 # Seconds that a launcher on another host has to read the final report.
 _REPORT_S = 2.0
@@ -52,10 +52,10 @@ def supervise(
     control_read, control_write = os.pipe()
     report = mmap.mmap(-1, REPORT_BYTES + DUE.size)  # shared with what is forked
     output = console or Output(2, LEVELS[options.log_level])
-    stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in (*STOP_SIGNALS, *PASSED_ON) if signal.getsignal(number) is not signal.SIG_IGN]
     # With an ignored SIGCHLD, which may be inherited, the kernel would discard exit codes.
     old_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*stop_signals, signal.SIGCHLD])
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*handled, signal.SIGCHLD])
     before = processes.children()
     try:
         _native.set_child_subreaper(True)
@@ -67,7 +67,7 @@ def supervise(
         os.close(control_read)
         os.set_blocking(control_write, False)
         launcher = _Launcher(guardian, control_write, report, group, len(workers), grace_period, output, link)
-        status = launcher.watch(stop_signals)
+        status = launcher.watch(handled)
         found = launcher.conclude(status, _read(report[:REPORT_BYTES]), before)
         code = launcher.result(found)
         if link:
@@ -141,9 +141,9 @@ class _Launcher:
         """Whether a signal ended the job."""
         return self._stop is not None
 
-    def watch(self, stop_signals: Sequence[int]) -> int:
+    def watch(self, handled: Sequence[int]) -> int:
         """Forward signals until the guardian ends; returns its wait status."""
-        awaited = {*stop_signals, signal.SIGCHLD}
+        awaited = {*handled, signal.SIGCHLD}
         while True:
             status = self._poll_guardian()
             if status is not None:
@@ -193,13 +193,17 @@ class _Launcher:
         if number == signal.SIGCHLD:
             return
         name = signal.Signals(number).name
+        ends = number not in PASSED_ON
         try:
             os.write(self._control, bytes([number | (DELIVERED if self._is_delivered(info) else 0)]))
         except OSError:
             what = f"{name} received"  # the guardian has ended, or does not read and will be killed
         else:
-            what = f"{name} received" + (" again" if self._stop else f", ending {self._workers}")
-        if self._stop is None:
+            if not ends:
+                what = f"{name} received, for {self._workers}"
+            else:
+                what = f"{name} received" + (" again" if self._stop else f", ending {self._workers}")
+        if ends and self._stop is None:
             self._stop = number, time.monotonic()
         self._output.line(what)
 

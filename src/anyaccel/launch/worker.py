@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Signals that end the launcher; those that its own parent ignores (nohup, a background shell) stay ignored.
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+# Signals for the workers alone: batch systems announce with them that a job will end, so that it writes a checkpoint.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 # Exit codes of a shell for a program that is not there, and for one that cannot be run.
 _NOT_FOUND = 127
@@ -78,7 +80,7 @@ def _tie_to_parent(parent: int, group: int) -> None:
 
 
 def _reset_signals() -> None:
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, *PASSED_ON):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     # Python ignores these two signals; programs expect the default.
