@@ -265,6 +265,20 @@ def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     assert str(kept["text"]).startswith(CLEAR[1])
 
 
+def test_an_answer_says_why_it_ends(smollm2: Path) -> None:
+    question = ("What is the capital of France? Answer in one word.", "--model", str(smollm2), "--temperature", "0")
+    whole = answer(*question, "--quiet")
+    assert whole["finish_reason"] == "stop"
+    count = len(whole["tokens"])  # type: ignore[arg-type]
+    # All of it, with the token that ends it, fits just so; a token less, and it is cut.
+    assert answer(*question, "--quiet", "--max-new-tokens", str(count))["finish_reason"] == "stop"
+    done = generate(*question, "--json", "--max-new-tokens", str(count - 1))
+    assert json.loads(done.stdout)["finish_reason"] == "length"
+    assert f"the answer ends here: --max-new-tokens {count - 1} allows no more" in done.stderr
+    word = str(whole["text"])[:3]
+    assert answer(*question, "--quiet", "--stop", word)["finish_reason"] == "stop"
+
+
 @pytest.mark.slow
 def test_default_model_is_not_converted(tmp_path: Path) -> None:
     """Its weights are packed from the file; only its tokenizer is written in another form."""

@@ -251,6 +251,24 @@ print("answer")
     assert [line[:24] for line in seen.lines[:3]] == ["plan: one process", "loading: 4 of 4 MiB in 0", "answer"]
 
 
+def test_a_load_that_pauses_leaves_nothing_behind() -> None:
+    code = """
+import time
+from anyaccel.cli._screen import Screen
+screen = Screen(shown=True)
+with screen.loading():
+    for done, pause in ((1000, 0.4), (1001, 1.6), (1002, 1.4), (1003, 0.2), (1004, 1.5)):
+        screen.progress(done << 20, 1004 << 20)
+        time.sleep(pause)
+print("answer")
+"""
+    seen = on_terminal([sys.executable, "-c", code])
+    assert re.search(r"\rloading: 1001 of 1004 MiB \(99 %\) \.\.\. \d s\r", seen.raw)
+    assert re.fullmatch(r"loading: 1004 of 1004 MiB in \d\.\d s", seen.lines[0])
+    assert seen.lines[1] == "answer"
+    assert max(part.count("loading") for part in re.split("[\r\n]", seen.raw)) == 1
+
+
 def test_porting_draws_what_is_read_and_what_is_ported() -> None:
     code = """
 import time

@@ -29,7 +29,7 @@ def keep_bytes(stream: TextIO) -> TextIO:
 
 
 class Elapsed:
-    """A line on a terminal that says what the command does and for how long, while nothing else is written.
+    """The line on a terminal that says what the command does, and for how long while nothing else is written.
 
     A thread draws it with os.write: the command may fork, and the child would inherit a held lock of sys.stderr.
     """
@@ -43,6 +43,17 @@ class Elapsed:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._draw_until_done, daemon=True)
         self._thread.start()
+
+    def say(self, what: str) -> None:
+        """Say this from now on."""
+        with self._lock:
+            self._what, self._quiet_since = what, time.monotonic()
+            self._draw(what)
+
+    def rename(self, what: str) -> None:
+        """Say this once there is something to say again."""
+        with self._lock:
+            self._what = what
 
     def clear(self) -> None:
         """Erase the line before another one is printed."""
@@ -60,10 +71,14 @@ class Elapsed:
             with self._lock:
                 now = time.monotonic()
                 if now - self._quiet_since > (1.0 if self._drawn else _ELAPSED_DELAY_S):
-                    self._erase()
-                    text = f"{self._what} ... {now - self._started:.0f} s"[: terminal_width() - 1]
-                    self._write(text)
-                    self._drawn, self._quiet_since = len(text), now
+                    self._quiet_since = now
+                    self._draw(f"{self._what} ... {now - self._started:.0f} s")
+
+    def _draw(self, text: str) -> None:
+        text = text[: terminal_width() - 1]
+        self._erase()
+        self._write(text)
+        self._drawn = len(text)
 
     def _erase(self) -> None:
         if self._drawn:
@@ -130,13 +145,13 @@ class Screen:
         share = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
         if done >= total:
             self._clear()
-            start = "\r" if self._drawn else ""
-            print(f"{start}loading: {share} in {now - self._started:.1f} s", file=sys.stderr, flush=True)
+            if self._elapsed is not None:
+                self._elapsed.rename("loading")
+            print(f"loading: {share} in {now - self._started:.1f} s", file=sys.stderr, flush=True)
             self._started = self._drawn = 0.0
-        elif self._bar and now - max(self._drawn, self._started + _BAR_DELAY_S - 0.1) > 0.1:
-            self._clear()
+        elif self._elapsed is not None and now - max(self._drawn, self._started + _BAR_DELAY_S - 0.1) > 0.1:
             self._drawn = now
-            print(f"\rloading: {share} ({100 * done // max(total, 1)} %)", end="", file=sys.stderr, flush=True)
+            self._elapsed.say(f"loading: {share} ({100 * done // max(total, 1)} %)")
 
     def _clear(self) -> None:
         if self._elapsed is not None:

@@ -26,6 +26,7 @@ from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.ranks.loading import open_backend
+from anyaccel.terminal import moves_cursor
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.backends import Backend
@@ -41,7 +42,7 @@ _HELP = """\
   /system TEXT   begin a new one with this system prompt
   /help          this list
   /exit          leave; so does Ctrl-D, or Ctrl-C twice
-A line that ends with \\ goes on with the next one. Ctrl-C stops an answer."""
+A line that ends with \\ goes on with the next one; a pasted text is one message. Ctrl-C stops an answer."""
 _PROMPT = "> "
 
 
@@ -109,6 +110,10 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
         self._backend.forget()
 
+    def say(self, text: str) -> None:
+        """Tell the user something that is no answer."""
+        self._screen.line(text)
+
     def answer(self, text: str) -> None:
         """Print the answer to a message; Ctrl-C ends it early, and the part that was printed is kept.
 
@@ -124,23 +129,25 @@ class Conversation:
             self._messages.pop()
             raise
         stream = Stream(self._backend.tokenizer.decode, self._options.stop, show)
-        count = 0
+        result = Generation()
+        cut = False
         try:
-            with contextlib.closing(self._backend.tokens(ids, room, self._sampling, Generation())) as tokens:
+            with contextlib.closing(self._backend.tokens(ids, room, self._sampling, result)) as tokens:
                 for token in tokens:
-                    count += 1
                     stream.add(token)
                     if stream.ended:
                         break
             stream.finish()
-            cut = count == room and not stream.ended
+            cut = not stream.ended and result.was_cut(room, self._backend.ends)
         except KeyboardInterrupt:
-            cut = False
+            pass  # the user knows why it ends
         finally:
             self._messages.append({"role": "assistant", "content": stream.text})
         show("\n")
         if cut and room < self._options.max_new_tokens:
             self._screen.line(f"(the answer ends here: the model's context of {self._backend.context} tokens is full)")
+        elif cut:
+            self._screen.line(f"(the answer ends here: --max-new-tokens {room} allows no more)")
 
     def _fit(self) -> tuple[list[int], int]:
         """Drop the oldest messages until the conversation fits. Returns its tokens, and the most tokens of the answer.
@@ -183,7 +190,11 @@ class _Lines:
         self.interactive = keep_bytes(sys.stdin).isatty()
         if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (input() uses it)
+                import readline  # input() uses it
+
+                # Python turns it off. With it the lines of a pasted text stay together until Enter is pressed.
+                if moves_cursor(sys.stdout):
+                    readline.parse_and_bind("set enable-bracketed-paste on")
 
     def next(self) -> str | None:
         """The next message; None at the end.
@@ -237,9 +248,11 @@ def _talk(conversation: Conversation, lines: _Lines) -> int:
             print(_HELP, file=sys.stderr)
         elif word == "/clear":
             conversation.clear()
+            conversation.say("(a new conversation: what was said is forgotten)")
         elif word == "/system":
             if rest.strip():
                 conversation.clear(rest.strip())
+                conversation.say("(a new conversation with this system prompt)")
             else:
                 print("(/system needs a text, as in: /system Answer in French.)", file=sys.stderr)
         elif word.startswith("/") and word[1:].isalpha():

@@ -110,11 +110,14 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     stream.finish()
     if backend.first and not options.json:
         show("\n")
-    summary = _summary(options, backend, result, stream.text)
+    cut = not stream.ended and result.was_cut(options.max_new_tokens, backend.ends)
+    summary = _summary(options, backend, result, stream.text) | {"finish_reason": "length" if cut else "stop"}
     drafts = options.drafts.tokens and backend.runtime == "native"
     if backend.first:
         if options.json:
             print(json.dumps(summary))
+        if cut:
+            screen.line(f"the answer ends here: --max-new-tokens {options.max_new_tokens} allows no more")
         where = " in all processes" if options.tp * options.pp > 1 else ""
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,10 @@ class Generation:
     decode_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
+
+    def was_cut(self, most: int, ends: Collection[int]) -> bool:
+        """Whether the answer has ended by its number of tokens, and not by one of `ends`."""
+        return len(self.tokens) >= most and self.tokens[-1] not in ends
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -247,7 +251,7 @@ def generate_tokens(
         from anyaccel.inference.native.runtime import check_memory
 
         check_memory(engine.native, [len(ids)], 1, max_new_tokens)
-        options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(_end_tokens(engine))}
+        options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(end_tokens_of(engine))}
         return native_steps(engine.native, ids, options, result)
     return _steps(engine, ids, max_new_tokens, _Sampler(engine, sampling), result)
 
@@ -307,7 +311,8 @@ def _sizes(engine: InferenceEngine) -> tuple[int, int]:
     return config.vocab_size, max(getattr(config, "max_position_embeddings", None) or 0, 0)  # XLNet's -1: any
 
 
-def _end_tokens(engine: InferenceEngine) -> set[int]:
+def end_tokens_of(engine: InferenceEngine) -> set[int]:
+    """The tokens that end a text of an engine's model."""
     native = engine.native
     configured: Any
     if native is not None and engine.waits and (native.generation_config or "eos_token_id" in native.config):
@@ -326,7 +331,7 @@ def _steps(
 
     from anyaccel.inference.generic.steps import TorchSequence
 
-    ends = _end_tokens(engine)
+    ends = end_tokens_of(engine)
     sequence = TorchSequence(engine.module, torch.tensor([ids], device=engine.device), max_new_tokens)
     start = first = time.perf_counter()
     token: torch.Tensor | None = None

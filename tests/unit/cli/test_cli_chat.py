@@ -5,6 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +35,13 @@ class Recording:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.asked: list[list[int]] = []
+        self.answer, self.ends = [1], [0]
 
     def tokens(self, ids: list[int], wanted: int, how: Any, result: Any) -> Generator[int, None, None]:
         self.asked.append(ids)
-        yield 1
+        for token in self.answer[:wanted]:
+            result.tokens.append(token)
+            yield token
 
     def forget(self) -> None:
         pass
@@ -125,4 +135,78 @@ def test_system_without_a_text_says_what_it_needs(
     assert _talk(conversation, lines) == 0  # type: ignore[arg-type]
     assert [backend.tokenizer.decode(ids) for ids in backend.asked] == ["a0", "a0 yes a1", "s0 s1 a2"]
     needs = "(/system needs a text, as in: /system Answer in French.)\n"
-    assert capsys.readouterr().err == f"{needs}(no command /nonsense; /help lists them)\n{needs}"
+    fresh = "(a new conversation with this system prompt)\n"
+    assert capsys.readouterr().err == f"{needs}{fresh}(no command /nonsense; /help lists them)\n{needs}"
+
+
+def test_clearing_is_confirmed(
+    backend: Recording, conversation: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _talk(conversation, Typed("a0", "/clear", "a1")) == 0  # type: ignore[arg-type]
+    assert [backend.tokenizer.decode(ids) for ids in backend.asked] == ["a0", "a1"]
+    assert capsys.readouterr().err == "(a new conversation: what was said is forgotten)\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "most", "said"),
+    [
+        ([1, 1], 8, ""),
+        ([1, 1, 1], 3, "(the answer ends here: --max-new-tokens 3 allows no more)\n"),
+        ([1, 1, 0], 3, ""),  # it ends by itself with the last token that it may have
+        ([1] * 9, 20, "(the answer ends here: the model's context of 10 tokens is full)\n"),
+    ],
+)
+def test_an_answer_that_is_cut_says_so(
+    answer: list[int], most: int, said: str, backend: Recording, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.answer, backend.ends, backend.context = answer, [0], 10
+    options = build_parser().parse_args(["unused", "--max-new-tokens", str(most)])
+    Conversation(backend, options, Screen(shown=True)).answer("a0")  # type: ignore[arg-type]
+    assert capsys.readouterr().err == said
+
+
+LINES = """
+import contextlib, json
+from anyaccel.cli.chat import _Lines
+
+class Backend:
+    idle = contextlib.nullcontext
+
+lines = _Lines(Backend())
+while (line := lines.next()) is not None:
+    print(json.dumps(line), flush=True)
+"""
+
+
+def test_a_pasted_text_of_several_lines_is_one_message() -> None:
+    """As a terminal sends it that was asked to mark what is pasted."""
+    readline = pytest.importorskip("readline")
+    if "libedit" in (readline.__doc__ or ""):
+        pytest.skip("this Python's readline is libedit, which does not know pasted texts")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm-256color", "INPUTRC": "/dev/null"}
+        os.execv(sys.executable, [sys.executable, "-c", LINES])
+    text = ""
+
+    def until(pattern: str) -> None:
+        nonlocal text
+        deadline = time.monotonic() + 60
+        while re.search(pattern, text) is None:
+            assert select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0], text
+            text += os.read(terminal, 4096).decode()
+
+    try:
+        until(re.escape("\033[?2004h"))
+        os.write(terminal, b"\033[200~one\ntwo\n\nthree\033[201~ and\r")
+        until(re.escape(json.dumps("one\ntwo\n\nthree and")))
+        os.write(terminal, b"\033[200~/clear\nis no command\033[201~\r")
+        until(re.escape(json.dumps("/clear\nis no command")))
+        os.write(terminal, b"\004")
+        os.waitpid(pid, 0)
+        pid = 0
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)

@@ -145,13 +145,15 @@ class EngineBackend(_InThisProcess):
     """A model in an InferenceEngine: on several ranks, on an accelerator, or of an architecture of its own."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: Any, accelerator: str, dtype: str) -> None:
+        from anyaccel.inference.generate import end_tokens_of
+
         self.engine = engine
         self.tokenizer = tokenizer
         self.accelerator = accelerator
         self.dtype = dtype
         self.runtime = engine.runtime
         self.first = engine.tp_rank == 0 and (engine.native is None or engine.native.stage == 0)
-        self.ends: list[int] = []  # the engine itself uses those of the model's generation_config
+        self.ends = sorted(end_tokens_of(engine))
 
     @property
     def context(self) -> int:
