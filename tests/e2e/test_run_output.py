@@ -145,6 +145,34 @@ def test_the_script_of_an_environment_is_not_looked_for_elsewhere(folder, name):
     assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
 
 
+def test_a_script_of_an_environment_that_fails_is_named(folder):
+    (folder / "activate").write_text("exit 7\n")
+    done = run("--num_accelerators", 1, "--venv_script", "activate", "--no_python", "true", cwd=folder)
+    assert done.returncode == 7
+    assert "--venv_script ./activate failed with exit code 7\n" in done.stderr
+
+
+def test_a_run_inside_a_worker_plans_with_its_own_threads(folder):
+    """The outer one has set OMP_NUM_THREADS for all cores of its only worker."""
+    cores = len(os.sched_getaffinity(0))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    here = ["--no_local_rank", "--no_python"]
+    inner = [sys.executable, "-m", "anyaccel", "run", *here, "--num_accelerators", str(max(cores, 2))]
+    say = ["sh", "-c", "echo $OMP_NUM_THREADS"]
+    done = run("--num_accelerators", 1, *here, *inner, *say, cwd=folder, env=environ)
+    assert done.stdout.split() == ["1"] * max(cores, 2), done.stderr
+    users = ["sh", "-c", 'OMP_NUM_THREADS=3 "$@"; exit $?', "sh", *inner, *say]
+    done = run("--num_accelerators", 1, *here, *users, cwd=folder, env=environ)
+    assert done.stdout.split() == ["3"] * max(cores, 2), done.stderr
+
+
+def test_no_hostfile_can_be_said_as_for_deepspeed(folder):
+    done = run(
+        "--hostfile=/dev/null", "--num_accelerators", 1, "--no_python", "--no_local_rank", "echo", "1", cwd=folder
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
 def test_debug_says_where_the_logs_are(folder):
     options = ["--num_accelerators", 1, "--log_level", "debug", "--enable_each_rank_log", "logs"]
     done = run(*options, "worker.py", cwd=folder)

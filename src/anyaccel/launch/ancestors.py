@@ -9,6 +9,12 @@ from dataclasses import dataclass
 
 # No chain of launchers is longer, and the walk must end even if /proc changes meanwhile.
 _MOST = 256
+# Set by `anyaccel run` (and by DeepSpeed's launcher), and by no other launcher.
+RUN = "CROSS_SIZE"
+# The variable in which `anyaccel bind` tells a nested one the rank and CPUs that it has given to this process.
+BOUND = "ANYACCEL_BOUND"
+# The OpenMP variables that both set.
+_OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,33 @@ def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
         above.append(Ancestor(pid, variables))
         pid = parent
     return Ancestors(environ, above, at_start)
+
+
+def set_together(ancestors: Ancestors | None, one: str, other: str) -> bool:
+    """Whether the same process has set both variables; True if that is unknown."""
+    return ancestors is None or ancestors.generation((one,)) == ancestors.generation((other,))
+
+
+def openmp_of_outer(environ: Mapping[str, str], ancestors: Ancestors | None) -> dict[str, str]:
+    """The OpenMP variables that an outer `anyaccel run` or `anyaccel bind` has set, not the user, and which of them.
+
+    They are about the cores of that one's ranks. None are known where `ancestors` is None.
+    """
+    return {
+        variable: setter
+        for mark, setter in ((RUN, "anyaccel run"), (BOUND, "anyaccel bind"))
+        if ancestors is not None and mark in environ
+        for variable in _OPENMP
+        if environ.get(variable) and set_together(ancestors, variable, mark)
+    }
+
+
+def without_outer_openmp(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of this process without those variables."""
+    if not (RUN in environ or BOUND in environ):
+        return environ
+    gone = openmp_of_outer(environ, read_ancestors(environ))
+    return {name: value for name, value in environ.items() if name not in gone}
 
 
 def _parse(block: bytes) -> dict[str, str]:

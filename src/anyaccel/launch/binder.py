@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import Ancestors
+from anyaccel.launch.ancestors import BOUND, RUN, Ancestors, openmp_of_outer, set_together
 from anyaccel.launch.binding import RankShare, Shares, bind_ranks
 from anyaccel.launch.local_rank import RankFromEnvironment
 from anyaccel.launch.memory import memory_policy
@@ -33,12 +33,6 @@ _UNBIND = {
     "Flux": "flux run -o cpu-affinity=off",
 }
 _BY_HAND = "--local_rank"
-# The OpenMP variables that `anyaccel run` sets.
-_OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
-# Set by `anyaccel run` (and by DeepSpeed's launcher), and by no other launcher.
-_RUN = "CROSS_SIZE"
-# The variable in which `anyaccel bind` tells a nested one the rank and CPUs that it has given to this process.
-BOUND = "ANYACCEL_BOUND"
 # Launchers that set OMP_NUM_THREADS=1 if the user has not set it, by a variable that only they set.
 _ONE_THREAD = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_ID": "Ray"}
 
@@ -125,11 +119,6 @@ def cpus_of_launcher(ancestors: Ancestors | None, variable: str) -> frozenset[in
         return None
 
 
-def _set_together(ancestors: Ancestors | None, one: str, other: str) -> bool:
-    """Whether the same process has set both variables; True if that is unknown."""
-    return ancestors is None or ancestors.generation((one,)) == ancestors.generation((other,))
-
-
 def _without_launchers_threads(
     environ: Mapping[str, str], found: RankFromEnvironment, ancestors: Ancestors | None
 ) -> tuple[Mapping[str, str], str, str]:
@@ -144,15 +133,11 @@ def _without_launchers_threads(
         may = variable in environ and threads == "1" and (ancestors is not None or found.local_size > 1)
         # In a worker of Ray, the job's variables are set by an older process than those of the training.
         beside = variable if name == "torchrun" else "LOCAL_RANK"
-        if may and _set_together(ancestors, "OMP_NUM_THREADS", beside):
+        if may and set_together(ancestors, "OMP_NUM_THREADS", beside):
             setter, gone = name, {"OMP_NUM_THREADS"}
-    for variable, name in ((_RUN, "anyaccel run"), (BOUND, "anyaccel bind")):
-        if ancestors is None or variable not in environ:
-            continue
-        gone_with_it = {other for other in _OPENMP if environ.get(other) and _set_together(ancestors, other, variable)}
-        if "OMP_NUM_THREADS" in gone_with_it:
-            setter = name
-        gone |= gone_with_it
+    outer = openmp_of_outer(environ, ancestors)
+    setter = outer.get("OMP_NUM_THREADS", setter)
+    gone |= outer.keys()
     left = {name: value for name, value in environ.items() if name not in gone}
     return left, threads if "OMP_NUM_THREADS" in gone else "", setter
 
@@ -188,7 +173,7 @@ def _is_bound_already(
 
 def _is_below_run(found: RankFromEnvironment, environ: Mapping[str, str], ancestors: Ancestors | None) -> bool:
     """Whether `anyaccel run` itself has started this process, not a torchrun below it."""
-    return found.source != _BY_HAND and _RUN in environ and _set_together(ancestors, _RUN, found.variable)
+    return found.source != _BY_HAND and RUN in environ and set_together(ancestors, RUN, found.variable)
 
 
 def _is_below_bind(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import UsageError
 from anyaccel.launch.address import are_this_host, is_this_host
 from anyaccel.launch.agents import SocketAgent
+from anyaccel.launch.ancestors import without_outer_openmp
 from anyaccel.launch.callback import VARIABLE, AgentListener
 from anyaccel.launch.channel import FrameReader
 from anyaccel.launch.counts import MOST_HOSTS, brief
@@ -50,7 +51,8 @@ class ClusterOptions:
     """Options of a launch on several hosts.
 
     Attributes:
-        hostfile: file with one ``host slots=N`` a line; None for DEFAULT_HOSTFILE, where there is one.
+        hostfile: file with one ``host slots=N`` a line; None for DEFAULT_HOSTFILE, where there is one; /dev/null for
+            no file, as scripts for `deepspeed` say it.
         include: hosts and slots that take part, such as ``n1:0,1@n2``; "" for all.
         exclude: hosts and slots that do not.
         num_nodes: take so many hosts, the first ones; None for all.
@@ -77,6 +79,13 @@ class ClusterOptions:
     launcher_args: str = ""
     ssh_port: int | None = None
     exports: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str | None:
+        """The hostfile to read."""
+        if self.hostfile is None and os.access(DEFAULT_HOSTFILE, os.F_OK):
+            return DEFAULT_HOSTFILE
+        return None if self.hostfile == os.devnull else self.hostfile
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.num_nodes < 1:
@@ -109,10 +118,8 @@ def find_hosts(options: LaunchOptions, cluster: ClusterOptions, environ: Mapping
         UsageError: there is no such file, host or slot.
     """
     found: dict[str, int]
-    if cluster.hostfile is not None:
-        found = read_hostfile(cluster.hostfile)
-    elif os.access(DEFAULT_HOSTFILE, os.F_OK):
-        found = read_hostfile(DEFAULT_HOSTFILE)
+    if cluster.file is not None:
+        found = read_hostfile(cluster.file)
     elif cluster.launcher == "slurm" and environ.get("SLURM_JOB_NODELIST"):
         found = _slurm_hosts(options, environ)
     elif cluster.no_ssh:
@@ -225,7 +232,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     hosts = find_hosts(options, cluster, os.environ)
     folder = current_folder()
     home = os.path.expanduser("~")  # noqa: PTH111 - stays as it is where nobody knows the home folder; pathlib would raise
-    environment = forwarded_environment(os.environ, cluster.exports, [folder, home])
+    environment = forwarded_environment(without_outer_openmp(os.environ), cluster.exports, [folder, home])
     if options.elastic and options.elastic[1] > len(hosts):
         least, most = options.elastic
         raise UsageError(f"--elastic {least}:{most} wants up to {most} hosts, and there are {len(hosts)}; lower MAX")
@@ -281,8 +288,7 @@ def _prepare_without_launcher(task: Task, cluster: ClusterOptions) -> ClusterLau
 def _join_names_of_one_machine(launch: ClusterLaunch) -> ClusterLaunch:
     """The launch, with the cores divided among the workers of all hosts that are this machine under other names."""
     task, options = launch.task, launch.task.options
-    named = launch.cluster.hostfile is not None or os.access(DEFAULT_HOSTFILE, os.F_OK)
-    names = [host.name if named else "" for host in task.hosts]
+    names = [host.name if launch.cluster.file is not None else "" for host in task.hosts]
     try:
         together = names_of_this_machine(names, launch.node, options.master_addr or "")
     except UsageError:

@@ -8,10 +8,14 @@ import sys
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import RankBinding
 
+# Begins what an agent, or the shell that starts it, says of its own errors; other lines are ssh's or a login script's.
+OUR_ERROR = "anyaccel: error: "
 # A named pipe is refused, as bash would wait until somebody opens it for writing.
 _SOURCED = (
-    'if [ -p "$0" ]; then echo "anyaccel: error: --venv_script $0 is a pipe; give a file" >&2; exit 2; fi; '
-    '. "$0" && exec "$@"'
+    f'if [ -p "$0" ]; then echo "{OUR_ERROR}--venv_script $0 is a pipe; give a file" >&2; exit 2; fi; '
+    # The script may end the shell by itself.
+    f"""trap 'echo "{OUR_ERROR}--venv_script $0 failed with exit code $?" >&2' EXIT; """
+    '. "$0" || exit; trap - EXIT; exec "$@"'
 )
 
 

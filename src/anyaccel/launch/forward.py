@@ -13,7 +13,7 @@ What the launcher decides for each worker (RANK, MASTER_ADDR, ...) wins over all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from anyaccel.errors import UsageError
@@ -93,7 +93,7 @@ def forwarded_environment(
     names = (environ.get("DS_ENV_FILE") or ".deepspeed_env", ".anyaccel_env")
     paths = dict.fromkeys(str(Path(folder, name)) for folder in reversed(folders) for name in names)
     for path in paths:
-        found.update(_read_file(path))
+        found.update(_read_file(path, {**environ, **found}))
     for export in exports:
         name, equals, value = export.partition("=")
         _check_name(name, f"--export {export!r}")
@@ -124,25 +124,27 @@ def _check_name(name: str, where: str) -> None:
         raise UsageError(f"{where}: the launcher gives each worker a {name} of its own; leave it out")
 
 
-def _read_file(path: str) -> dict[str, str]:
+def _read_file(path: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of an environment file; none where it is not there."""
     try:
         # Bytes that are not UTF-8 are kept, as in the environment of a process.
         text = read_small_file(path, "environment file", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return parse_environment_file(text.removeprefix("\ufeff"), path)
+    return parse_environment_file(text.removeprefix("\ufeff"), path, environ)
 
 
-def parse_environment_file(text: str, name: str) -> dict[str, str]:
+def parse_environment_file(text: str, name: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of a `.deepspeed_env` or `.anyaccel_env`: ``NAME=VALUE``, one a line.
 
     ``export`` before the name, empty lines and comments (``#`` after white space or at the beginning) are accepted.
     A value may stand in single quotes, where everything is literal, or in double quotes, where a backslash makes
-    ``"``, ``\\``, ``$`` and a backquote literal. Nothing is expanded: ``$HOME`` stays ``$HOME``.
+    ``"``, ``\\``, ``$`` and a backquote literal. ``$NAME`` and ``${NAME}`` are replaced as a shell does it, by nothing
+    where they are not set; commands are not run.
 
     Args:
         name: what messages call it: the path of the file.
+        environ: where names are looked up that no earlier line has set.
 
     Raises:
         UsageError: a line is malformed. Names the line.
@@ -161,17 +163,22 @@ def parse_environment_file(text: str, name: str) -> dict[str, str]:
         _check_name(variable.rstrip(), where)
         if "\0" in value:
             raise UsageError(f"{where}: the value of {variable} has a NUL byte, which no variable can have")
-        found[variable.rstrip()] = _value(value.lstrip(), where)
+        found[variable.rstrip()] = _value(value.lstrip(), where, {**environ, **found})
     return found
 
 
-def _value(text: str, where: str) -> str:
+def _value(text: str, where: str, environ: Mapping[str, str]) -> str:
     if text[:1] not in ("'", '"'):
-        return _without_comment(text)
+        return "".join(environ.get(name, "") if name else word for word, name in _references(_without_comment(text)))
     quote, value, position = text[0], "", 1
     while position < len(text) and text[position] != quote:
         if quote == '"' and text[position] == "\\" and text[position + 1 : position + 2] in ('"', "\\", "$", "`"):
             position += 1
+        elif quote == '"' and text[position] == "$":
+            word, name = next(_references(text[position:]))
+            value += environ.get(name, "") if name else word
+            position += len(word)
+            continue
         value += text[position : position + 1]
         position += 1
     if position >= len(text):
@@ -180,6 +187,25 @@ def _value(text: str, where: str) -> str:
     if rest and not (rest.isspace() or (rest[0].isspace() and rest.lstrip().startswith("#"))):
         raise UsageError(f"{where}: {rest.strip()!r} follows the closing quote; put the whole value into quotes")
     return value
+
+
+def _references(text: str) -> Iterator[tuple[str, str]]:
+    """The text in pieces: ``$NAME`` and ``${NAME}`` each with the name, single characters between them with ""."""
+    position = 0
+    while position < len(text):
+        word, name = text[position], ""
+        if word == "$":
+            rest = text[position + 1 :]
+            if rest.startswith("{"):
+                name = rest[1:].partition("}")[0] if "}" in rest else ""
+                name = name if _is_name(name) else ""
+                word = f"${{{name}}}" if name else word
+            else:
+                while _is_name(rest[: len(name) + 1]) and len(name) < len(rest):
+                    name = rest[: len(name) + 1]
+                word += name
+        yield word, name
+        position += len(word)
 
 
 def _without_comment(text: str) -> str:

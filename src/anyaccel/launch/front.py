@@ -19,6 +19,7 @@ from anyaccel.errors import UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.address import rank0_address
 from anyaccel.launch.agents import Agent
+from anyaccel.launch.command import OUR_ERROR
 from anyaccel.launch.conclusion import conclude
 from anyaccel.launch.contract import STDERR_CLOSED
 from anyaccel.launch.failure import Report
@@ -283,7 +284,12 @@ class Front:
             if agent.ready is None and agent.said:
                 agent.problem = f"cannot be reached: {how}"  # it has not ended because we asked it to
             return
-        agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
+        if agent.ready is not None:
+            agent.problem = f"the connection was lost ({how})"
+        elif agent.said.startswith(OUR_ERROR):
+            agent.problem = agent.said.removeprefix(OUR_ERROR)
+        else:
+            agent.problem = f"cannot be reached: {how}"
         alive = sum(other.running for other in self.agents)
         # The first agent's host has the rendezvous store, so an elastic job cannot go on without it.
         may_go = self._least is not None and alive >= self._least and agent is not self.agents[0]

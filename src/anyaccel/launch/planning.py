@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import without_outer_openmp
 from anyaccel.launch.counts import brief
 from anyaccel.launch.devices import count_devices, device_nodes, find_devices
 from anyaccel.launch.options import BindingOptions, LaunchOptions
@@ -28,7 +29,8 @@ def make_plan(
 
     Args:
         machine: what to plan for; read from this machine when left out.
-        environ: the environment that the workers will inherit; `os.environ` when left out.
+        environ: the environment that the workers will inherit; when left out, `os.environ` without what an outer
+            `anyaccel run` has set for its own ranks.
         extra_env: more variables for every worker. Those of the plan itself win.
         place: where the ranks of this machine stand in the whole job; when left out, they are all.
         root: folder with `sys/`, `proc/` and `dev/` of a recorded machine; "" for this one.
@@ -37,7 +39,7 @@ def make_plan(
         UsageError: what is asked for cannot be had on this machine.
     """
     machine = machine or read_machine()
-    environ = os.environ if environ is None else environ
+    environ = without_outer_openmp(os.environ) if environ is None else environ
     if options.master_addr is not None:
         check_address(options.master_addr)
     # In a job on several hosts, the launcher has chosen the port.

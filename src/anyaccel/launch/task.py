@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from anyaccel._version import __version__
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import without_outer_openmp
 from anyaccel.launch.command import program, worker_command
 from anyaccel.launch.job import Host
 from anyaccel.launch.launcher import check_script
@@ -163,7 +164,7 @@ class Task:
         options, hosts = self.options, len(self.hosts)
         nodes = options.elastic or (hosts, hosts)
         several = nodes[1] > 1
-        users_threads = bool(os.environ.get("OMP_NUM_THREADS"))
+        users_threads = bool(without_outer_openmp(os.environ).get("OMP_NUM_THREADS"))
         argv = elastic.build_command(
             program(options),
             options.script_args,

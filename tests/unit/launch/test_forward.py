@@ -107,6 +107,9 @@ def test_a_mistake_in_export(export, message):
     assert message in str(caught.value)
 
 
+ENVIRON = {"HOME": "/h"}
+
+
 def test_the_grammar_of_a_file():
     text = (
         "# comment\n\n"
@@ -119,6 +122,9 @@ def test_the_grammar_of_a_file():
         "HASH=a#b\n"
         "EQUALS=a=b=c\n"
         "HOME_IS=$HOME/x\n"
+        "PATHS=/a:${HOME}:$NONE_SUCH:$HOME_IS\n"
+        "DOLLARS=$ $1 ${a b} ${HOME $$HOME\n"
+        'BETWEEN="a $HOME/${HOME}b $"\n'
         "SINGLE='a \"b\" \\ # $c'  # d\n"
         'DOUBLE="a \'b\' \\"c\\" \\\\ \\$d \\n # e"\n'
         "NONE=''\n"
@@ -127,7 +133,7 @@ def test_the_grammar_of_a_file():
         "LAST=1\n"
         "LAST=2"
     )
-    assert parse_environment_file(text, "f") == {
+    assert parse_environment_file(text, "f", ENVIRON) == {
         "PLAIN": "a b",
         "EXPORTED": "1",
         "TAB": "1",
@@ -136,7 +142,10 @@ def test_the_grammar_of_a_file():
         "ONLY": "",
         "HASH": "a#b",
         "EQUALS": "a=b=c",
-        "HOME_IS": "$HOME/x",
+        "HOME_IS": "/h/x",
+        "PATHS": "/a:/h::/h/x",
+        "DOLLARS": "$ $1 ${a b} ${HOME $/h",
+        "BETWEEN": "a /h//hb $",
         "SINGLE": 'a "b" \\ # $c',
         "DOUBLE": "a 'b' \"c\" \\ $d \\n # e",
         "NONE": "",
@@ -164,7 +173,7 @@ def test_the_grammar_of_a_file():
 )
 def test_a_mistake_in_a_file_names_its_line(text, message):
     with pytest.raises(UsageError) as caught:
-        parse_environment_file(text, "f")
+        parse_environment_file(text, "f", ENVIRON)
     assert message in str(caught.value)
 
 
@@ -177,13 +186,13 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
 @given(st.text(st.characters(exclude_characters="\n\0", exclude_categories=("Cs",))))
 def test_any_value_can_be_written_in_double_quotes(value):
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    assert parse_environment_file(f'A="{escaped}"', "f") == {"A": value}
+    assert parse_environment_file(f'A="{escaped}"', "f", ENVIRON) == {"A": value}
 
 
 @given(st.text())
 def test_any_text_is_a_file_or_one_line_of_an_error(text):
     try:
-        found = parse_environment_file(text, "f")
+        found = parse_environment_file(text, "f", ENVIRON)
     except UsageError as error:
         assert "\n" not in str(error)
     else:

@@ -8,13 +8,14 @@ they say is tested on real hosts: tests/cluster.
 import difflib
 import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.runners import RUNNERS, find_runner, require_program, start_environment
+from anyaccel.launch.runners import RUNNERS, find_runner, require_program, ssh, start_environment
 
 GOLDEN = Path(__file__).parents[2] / "data" / "runners"
 CALL = {"ANYACCEL_CONTACT": "4242/0123abcd/10.0.0.1/fd00::1"}
@@ -269,3 +270,22 @@ def test_what_to_install(name, advice):
     with pytest.raises(UsageError) as caught:
         require_program(RUNNERS[name], "/nonexistent", "/nonexistent")
     assert f"--launcher {name}: {advice}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("false", 1, "anyaccel: error: --venv_script {script} failed with exit code 1\n"),
+        ("exit 7", 7, "anyaccel: error: --venv_script {script} failed with exit code 7\n"),
+        ("PATH={folder}:$PATH", 0, ""),
+    ],
+)
+def test_a_script_to_source_that_fails_is_named_by_the_line_for_ssh(tmp_path, text, code, said):
+    script, python = tmp_path / "it's mine", tmp_path / "python"
+    script.write_text(text.format(folder=tmp_path))
+    python.write_text('#!/bin/sh\necho "$A" "$@"\n')
+    python.chmod(0o755)
+    line = ssh.build_command("n1", python="unused", environment={"A": "1 2"}, venv_script=str(script))[-1]
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said.format(script=script))
+    assert done.stdout == ("" if code else "1 2 -P -m anyaccel.launch.node\n")

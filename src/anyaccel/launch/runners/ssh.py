@@ -10,6 +10,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from anyaccel.launch.command import in_venv
+
 # Never prompt, as nobody could answer for a hundred hosts, and notice a dead connection within 4 to 6 s.
 _OPTIONS = (
     "BatchMode=yes",
@@ -45,12 +47,8 @@ def build_command(
         ssh_port: TCP port of sshd; None for what ssh itself uses.
         launcher_args: more options for ssh; they win over ours.
     """
-    words = ["exec", "env", *(f"{name}={value}" for name, value in environment.items())]
-    words += agent_command("python" if venv_script else python)
-    line = shlex.join(words)
-    if venv_script:
-        # bash, as the login shell may be unable to source it.
-        line = f"exec bash -c {shlex.quote(f'. {shlex.quote(venv_script)} && {line}')}"
+    words = ["exec", *in_venv(venv_script), "env", *(f"{name}={value}" for name, value in environment.items())]
+    line = shlex.join([*words, *agent_command("python" if venv_script else python)])
     # ssh uses the first value of an option, so the user's come first.
     command = ["ssh", "-T", "-x", *launcher_args]
     if ssh_port is not None:
