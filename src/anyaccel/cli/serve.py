@@ -24,7 +24,7 @@ from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.checkpoints.model_path import check_decoder_only
 from anyaccel.inference.ranks.beside import Beside
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     settings = _settings(options)
     listening.check(settings)
     options.model = str(model_path(options.model if options.given is None else options.given))
-    check_model_path(Path(options.model))
+    check_decoder_only(Path(options.model))
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)

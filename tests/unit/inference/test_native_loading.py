@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.inference.checkpoints.identity import identity, weights_of
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
 from anyaccel.inference.native.checkpoint import checkpoint_of
 from anyaccel.inference.native.formats import Precision
@@ -140,10 +141,26 @@ def test_sharded_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"has no tensor 'absent', which model\.safetensors\.index\.json says"):
         checkpoint_of(folder)
-    weight_map["absent"] = "../elsewhere.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ModelError, match="outside the folder"):
-        checkpoint_of(folder)
+    for name in ("../elsewhere.safetensors", "w/../../elsewhere.safetensors", "/elsewhere.safetensors", "..", ""):
+        weight_map["absent"] = name
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelError, match="outside the folder"):
+            checkpoint_of(folder)
+
+
+def test_files_in_a_folder_of_the_folder(folder: Path) -> None:
+    whole = packed(folder).matrices
+    tensors = llama_tensors()
+    (folder / "w").mkdir()
+    (folder / "model.safetensors").rename(folder / "w" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "w/model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    parts = packed(folder).matrices
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    before = identity(folder)
+    assert "w/model.safetensors" in weights_of(folder)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1}, folder / "w" / "model.safetensors")
+    assert identity(folder) != before
 
 
 def test_missing_tensor_and_wrong_shape_are_named(folder: Path) -> None:
@@ -159,14 +176,14 @@ def test_missing_tensor_and_wrong_shape_are_named(folder: Path) -> None:
 
 def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {**CONFIG, "num_hidden_layers": CONFIG["num_hidden_layers"] - 1}
-    config["architectures"] = ["LlamaForSequenceClassification"]
+    config["architectures"] = ["LlamaModel"]
     (folder / "config.json").write_text(json.dumps(config))
     from anyaccel.inference.native.runtime import load_native
 
     load_native(folder, use_cache=False)
     last = CONFIG["num_hidden_layers"] - 1
     assert any(f"for example model.layers.{last}." in message for message in caplog.messages)
-    assert any("LlamaForSequenceClassification; it runs as a causal LM" in message for message in caplog.messages)
+    assert any("LlamaModel; it runs as a causal LM" in message for message in caplog.messages)
     caplog.clear()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     load_native(folder, use_cache=False)

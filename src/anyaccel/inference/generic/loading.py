@@ -19,7 +19,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.counts import check_folder
 from anyaccel.inference.checkpoints.dequantised import DequantisedCheckpoint, checkpoint_in
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
-from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.checkpoints.torch_files import Checkpoint
 from anyaccel.inference.generic.gguf_conversion import converted, pad_within_vocabulary
@@ -64,14 +64,19 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     check_folder(folder, lambda: Checkpoint(folder).shapes())
     where = folder / "config.json"
     _check_dtype(read_json(where), f"{where}: ")
+    check_language_model(folder, read_json(where))
     config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _forget_quantisation(config)
         pad_within_vocabulary(config)
         # Buffers (rotary frequencies, masks) get values, as checkpoints do not have them.
+        kind = _own_class(config)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            if kind is None:
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            else:
+                model = kind._from_config(config, dtype=dtype)
         model.tie_weights()  # init_empty_weights has separated tied parameters
         model.eval()
         model.name_or_path = str(folder)
@@ -148,6 +153,19 @@ def _check_dtype(given: Any, where: str) -> None:
         given = values.required(name) if values.has(name) else None
         if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
             raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
+
+
+def _own_class(config: Any) -> Any:
+    """transformers' class that a configuration names, where that generates and is no causal LM: for several modalities,
+    or with an encoder for the prompt; None for causal LMs.
+    """
+    import transformers
+
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+        return None
+    generates = isinstance(named, type) and issubclass(named, transformers.GenerationMixin)
+    return named if generates else None
 
 
 def _forget_quantisation(config: Any) -> None:

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.sources import TensorSource, folder_source
 from anyaccel.outside import read_json
+
+logger = logging.getLogger(__name__)
+
+_HEAD = re.compile(r"(^|\.)lm_head\.")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,23 @@ def checkpoint_of(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     generation = path / "generation_config.json"
     from anyaccel.inference.checkpoints.quantised import quantised_source
+    from anyaccel.inference.families.text_part import READS, text_part
 
+    check_language_model(path, config)
     source = quantised_source(folder_source(path), config)
+    if (part := text_part(config, any(map(_HEAD.search, source.names())))) is not None:
+        reads = READS[config["model_type"]]
+        logger.warning("%s: the language model of %s runs, %s is read", path, config["model_type"], reads)
+        config = part
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
+
+
+def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:
+    """Raise ModelError for a model without a head, whose class is `kind`, where the embedding is not its head."""
+    from anyaccel.inference.families.registry import family_of
+
+    family = family_of(checkpoint.config)
+    spec = family.spec(checkpoint.config)
+    heads = family.names.parts(spec, "head")
+    if not spec.tied and not any(part.tensor in checkpoint.source for parts in heads for part in parts):
+        raise ModelError(f"{path}: {kind} has no head that predicts the next token, and its embedding is not one")

@@ -278,13 +278,14 @@ def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, release
         from anyaccel.inference.native.in_memory import checkpoint_in_memory
 
         return checkpoint_in_memory(model, config, release)
-    from anyaccel.inference.native.checkpoint import checkpoint_of
+    from anyaccel.inference.native.checkpoint import check_head, checkpoint_of
 
     path = Path(model).expanduser()
     checkpoint = checkpoint_of(path)
     given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
+        check_head(path, checkpoint, line(kinds[0]))
         logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, line(", ".join(kinds)))
     return checkpoint
 

@@ -141,13 +141,13 @@ class RanksBackend:
         Raises:
             AnyAccelError: a rank has failed, or the model has no tokenizer.
         """
-        from anyaccel.inference.checkpoints.model_path import check_model_path
+        from anyaccel.inference.checkpoints.model_path import check_decoder_only
         from anyaccel.inference.native.draft import check_draft_path
         from anyaccel.inference.ranks.loading import check_same_tokens
         from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
         path = Path(options.model)
-        check_model_path(path)
+        check_decoder_only(path)
         if options.draft:
             check_draft_path(Path(options.draft))
         self._ranks.load(options, summary)

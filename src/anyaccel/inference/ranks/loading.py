@@ -36,11 +36,11 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
     Raises:
         AnyAccelError: the model or its tokenizer cannot be read, or a package is missing.
     """
-    from anyaccel.inference.checkpoints.model_path import check_model_path
+    from anyaccel.inference.checkpoints.model_path import check_decoder_only
     from anyaccel.topology import read_machine
 
     path = Path(options.model)
-    check_model_path(path)
+    check_decoder_only(path)
     machine = read_machine()
     host = host_accelerator(machine) if options.ranks == 1 else None
     executor = executor_of(options, host is not None) if options.ranks == 1 else ""
@@ -147,11 +147,11 @@ def loader(
     Raises:
         ModelError: there is no model.
     """
-    from anyaccel.inference.checkpoints.model_path import check_model_path
+    from anyaccel.inference.checkpoints.model_path import check_decoder_only
     from anyaccel.inference.native.runtime import load_native
 
     path = Path(options.model)
-    check_model_path(path)
+    check_decoder_only(path)
     cache = options.kv_cache if options.kv_cache != "auto" else "fp32" if options.dtype == "fp32" else "bf16"
     return lambda: load_native(
         path,

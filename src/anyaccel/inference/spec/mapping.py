@@ -124,6 +124,7 @@ class Names:
             Base(""),
             Base("model.language_model."),
             Base("language_model.model.", "language_model."),
+            Base("model.text_model."),
         )
     )
 

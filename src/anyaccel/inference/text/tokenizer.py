@@ -7,6 +7,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,17 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # its files can be wrong in any way
+        pieces = [each.name for each in folder.glob("*.model")]
+        if pieces and not _has_protobuf():  # transformers names the package of another format
+            raise ModelError(
+                f"{folder / pieces[0]}: a SentencePiece tokenizer without a tokenizer.json, which transformers reads "
+                "with the package protobuf: pip install protobuf"
+            ) from error
         raise ModelError(f"{folder}: no tokenizer that transformers can read ({told(error)})") from error
+
+
+def _has_protobuf() -> bool:
+    return find_spec("google") is not None and find_spec("google.protobuf") is not None
 
 
 def load_text_tokenizer(

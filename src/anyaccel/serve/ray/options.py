@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import check_model_path, default_model_file
+from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.serve.settings import EngineSettings
 
@@ -125,7 +125,7 @@ class Options(BaseModel):
         path = Path(self.model).expanduser()
         if not path.exists():
             raise UsageError(f"model={self.model}: no such folder or file on this machine")
-        check_model_path(path)
+        check_decoder_only(path)
         return path.absolute()
 
     def of_model(self) -> ModelOptions:
