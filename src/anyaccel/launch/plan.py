@@ -16,6 +16,7 @@ from anyaccel.launch.devices import narrow_devices
 from anyaccel.launch.numeric import openmp_binding
 from anyaccel.launch.options import BindingOptions, LaunchOptions
 from anyaccel.topology import Machine, format_cpu_list
+from anyaccel.topology.model import counted
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,16 @@ def rank_environments(
         variables, kept, replaced = openmp_binding([share.cores for share in shares.ranks], environ)
         notes += kept
         warnings += replaced
-    for env, share in zip(variables, shares.ranks, strict=True):
-        env["OMP_NUM_THREADS"] = users_threads or str(len(share.cores) or max(1, cores // ranks))
+    threads_of = [len(share.cores) or max(1, cores // ranks) for share in shares.ranks]
+    if machine.cpu_quota is not None and machine.cpu_quota < sum(threads_of) and not users_threads:
+        most = max(1, int(machine.cpu_quota / ranks))
+        threads_of = [min(threads, most) for threads in threads_of]
+        warnings.append(
+            f"a cgroup leaves this job {machine.cpu_quota:g} CPUs' time (cpu.max) of {counted(cores, 'core')}: "
+            f"a worker gets {counted(most, 'thread')} at most; raise that limit, or set OMP_NUM_THREADS"
+        )
+    for env, threads in zip(variables, threads_of, strict=True):
+        env["OMP_NUM_THREADS"] = users_threads or str(threads)
     if allocator:
         from anyaccel.launch.allocators import preload  # few launches need it
 

@@ -121,12 +121,14 @@ class Machine:
         allowed_cpus: ids this process may run on, ascending; always online ones.
         allowed_memory_nodes: ids of nodes this process may bind memory to, ascending; empty where the kernel
             has no NUMA support, so that nobody asks it for what it cannot do.
+        cpu_quota: how many CPUs' time a cgroup leaves this process (cpu.max); None without a limit.
     """
 
     cpus: tuple[Cpu, ...]
     nodes: tuple[NumaNode, ...]
     allowed_cpus: tuple[int, ...]
     allowed_memory_nodes: tuple[int, ...]
+    cpu_quota: float | None = None
 
     def cpu(self, cpu_id: int) -> Cpu | None:
         """The online logical CPU of this id, or None."""
@@ -194,6 +196,7 @@ class Machine:
             f"{counted(packages, 'package')}, {counted(len(self.nodes), 'NUMA node')} ({self._memory()}), "
             f"{counted(cores, 'core')}, {each} {'thread' if each == '1' else 'threads'} each; "
             f"allowed: {format_cpu_list(self.allowed_cpus)}"
+            + (f", and {self.cpu_quota:g} CPUs' time (cpu.max)" if self.cpu_quota is not None else "")
         )
 
     def _memory(self) -> str:

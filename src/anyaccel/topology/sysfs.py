@@ -22,6 +22,7 @@ _OTHER_KINDS = {"cpu_atom": "efficiency", "cpu_lowpower": "low power"}
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -81,7 +82,7 @@ def read_machine(root: Path | str | None = None) -> Machine:
         for node in nodes
         if node.memory_bytes and all(limit is None or node.id in limit for limit in (mems, cpuset_mems))
     )
-    return Machine(cpus, nodes, usable, usable_memory if numa else ())
+    return Machine(cpus, nodes, usable, usable_memory if numa else (), _cpu_quota(base))
 
 
 def check_recording(root: Path | str) -> None:
@@ -113,38 +114,57 @@ def _meminfo(path: str, field: str = "MemTotal:") -> int:
 
 def _cpuset(base: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """CPUs and memory nodes of the cgroup (v1 or v2) of the recorded process; None where there is no cpuset."""
-    for path, mounts in _cpuset_places(base):
+    for folder in _cgroup_folders(base, "cpuset"):
+        cpus = _first_list(folder, _CPUSET_CPUS)
+        if cpus:
+            return cpus, _first_list(folder, _CPUSET_MEMS)
+    return None, None
+
+
+def _cpu_quota(base: str) -> float | None:
+    """How many CPUs' time the cgroup of this process, and those above it, may use; None without a limit."""
+    quotas = []
+    for folder in _cgroup_folders(base, "cpu"):
+        words = (read_text(f"{folder}/cpu.max") or "").split()
+        quota = number(words[0] if words else read_text(f"{folder}/cpu.cfs_quota_us"))
+        period = number(words[1] if len(words) > 1 else read_text(f"{folder}/cpu.cfs_period_us"))
+        if quota > 0 and period > 0:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(base: str, controller: str) -> Iterator[str]:
+    """The folders of this process's cgroup and of those above it, the innermost first."""
+    for path, mounts in _cgroup_places(base, controller):
         if ".." in path:
             continue  # a cgroup outside of the part of the hierarchy that this process sees
         # A container sees its own cgroup as the root, a cgroup without the controller has that of its parent.
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts), -1, -1):
             for mount in mounts:
-                folder = "/".join((base + mount, *parts[:depth]))
-                cpus = _first_list(folder, _CPUSET_CPUS)
-                if cpus:
-                    return cpus, _first_list(folder, _CPUSET_MEMS)
-    return None, None
+                yield "/".join((base + mount, *parts[:depth]))
 
 
-def _cpuset_places(base: str) -> list[tuple[str, list[str]]]:
+def _cgroup_places(base: str, controller: str) -> list[tuple[str, list[str]]]:
     """Where to look: the path of a cgroup, and the folders where its hierarchy may be mounted."""
-    v1, v2 = ["/sys/fs/cgroup/cpuset", "/dev/cpuset"], ["/sys/fs/cgroup"]
+    v1, v2 = [f"/sys/fs/cgroup/{controller}"], ["/sys/fs/cgroup"]
+    if controller == "cpuset":
+        v1.append("/dev/cpuset")
     for line in (read_text(f"{base}/proc/mounts") or "").splitlines():
         _, folder, kind, options, *_ = [*line.split(), "", "", "", ""]
         if kind == "cgroup2":
             v2.insert(0, folder)
-        elif kind == "cpuset" or (kind == "cgroup" and "cpuset" in options.split(",")):
+        elif kind == controller or (kind == "cgroup" and controller in options.split(",")):
             v1.insert(0, folder)
     places = []
     for line in (read_text(f"{base}/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "cpuset" in controllers.split(","):
+        if controller in controllers.split(","):
             places.append((path, v1))
         elif not controllers:
             places.append((path, v2))
-    return places or [(read_text(f"{base}/proc/self/cpuset") or "", v1 + v2)]
+    return places or [(read_text(f"{base}/proc/self/cpuset") or "", v1 + v2)]  # all that some recordings have
 
 
 def _first_list(folder: str, candidates: tuple[str, ...]) -> tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning: which rank gets which cores, memory and environment."""
 
+import dataclasses
 import json
 
 import pytest
@@ -36,6 +37,21 @@ def machine(*cores_per_node, threads=1, allowed=None, memory=None):
         tuple(range(total * threads)) if allowed is None else tuple(allowed),
         tuple(range(len(nodes))) if memory is None else memory,
     )
+
+
+@pytest.mark.parametrize(
+    ("quota", "bound", "ranks", "threads"),
+    [(None, True, 2, 4), (8, True, 2, 4), (3, True, 2, 1), (0.5, False, 2, 1), (5.9, False, 1, 5), (2, True, 4, 1)],
+)
+def test_threads_fit_into_the_time_that_a_cgroup_leaves(quota, bound, ranks, threads):
+    limited = dataclasses.replace(machine(8), cpu_quota=quota)
+    found = plan(limited, num_accelerators=ranks, bind_cores=bound)
+    assert {binding.env["OMP_NUM_THREADS"] for binding in found.ranks} == {str(threads)}
+    assert [f"leaves this job {quota:g} CPUs' time" in text for text in found.warnings] == (
+        [True] if quota and quota < 8 else []
+    )
+    users = plan(limited, {"OMP_NUM_THREADS": "3"}, num_accelerators=ranks, bind_cores=bound)
+    assert {binding.env["OMP_NUM_THREADS"] for binding in users.ranks} == {"3"}
 
 
 def plan(machine, environ=None, extra_env=None, has=None, place=None, **options):

@@ -221,6 +221,52 @@ def test_where_cpusets_are_found(files: dict[str, str], allowed: tuple[int, ...]
     assert read_machine(tmp_path).allowed_cpus == allowed
 
 
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        # The tightest of the groups counts.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "100000 50000\n",
+            },
+            2,
+        ),
+        # A container with a namespace of its own.
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/docker/1f\n0::/\n",
+                "proc/mounts": "cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            2.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, None),
+    ],
+)
+def test_how_much_time_the_cgroups_leave(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    build(Spec(), tmp_path)
+    for path, text in files.items():
+        put(tmp_path, path, text)
+    found = read_machine(tmp_path)
+    assert found.cpu_quota == quota
+    assert ("CPUs' time" in found.summary()) == (quota is not None)
+
+
 def test_masks_where_lists_are_missing_or_padded(tmp_path: Path) -> None:
     """Old kernels have only masks; `tar` pads what it takes from /sys with NULs."""
     expected = build(replace(MACHINES["interleaved"], allowed=None), tmp_path)
