@@ -103,6 +103,38 @@ def test_an_answer_keeps_to_a_schema_and_a_function_to_its_parameters(server: Se
 
 
 @pytest.mark.slow
+def test_tools_can_be_called_beside_a_format(server: Serving) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
+    schema = {"type": "object", "properties": {"weather": {"type": "string", "maxLength": 30}}, "required": ["weather"]}
+    form = {"type": "json_schema", "json_schema": {"name": "r", "strict": True, "schema": schema}}
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin"}}\n</tool_call>'
+    wish = {"role": "user", "content": f"Repeat exactly this text and nothing else:\n{call}"}
+    messages = [wish, {"role": "assistant", "content": call}, wish]
+    (choice,) = chat(server, messages=messages, tools=[tool], response_format=form, max_tokens=60)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Berlin"}'}
+    messages = [{"role": "user", "content": "How is the weather in Berlin? Say JSON."}]
+    (choice,) = chat(server, messages=messages, tools=[tool], response_format=form, max_tokens=80)["choices"]
+    told = choice["message"]["tool_calls"] if choice["finish_reason"] == "tool_calls" else choice["message"]["content"]
+    assert isinstance(told, list) or set(json.loads(told)) == {"weather"}
+
+
+@pytest.mark.slow
+def test_schemas_without_an_end_are_closed(server: Serving) -> None:
+    schema = {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "type": "object"}
+    schema["required"] = ["name", "age"]  # type: ignore[assignment]
+    form = {"type": "json_schema", "json_schema": {"name": "P", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "P", "parameters": schema}}
+    for text in ("Ann is 30 years old.", "Bob turned 41 today.", "My name is Eve and I am 25."):
+        messages = [{"role": "user", "content": text}]
+        (choice,) = chat(server, messages=messages, response_format=form, max_tokens=100)["choices"]
+        assert set(json.loads(choice["message"]["content"])) == {"name", "age"}
+        (choice,) = chat(server, messages=messages, tools=[tool], tool_choice="required", max_tokens=100)["choices"]
+        (made,) = choice["message"]["tool_calls"]
+        assert set(json.loads(made["function"]["arguments"])) == {"name", "age"}
+
+
+@pytest.mark.slow
 def test_embeddings_have_length_one_and_metrics_count(server: Serving) -> None:
     texts = ["a cat sleeps", "a kitten naps", "the stock market fell"]
     found = [each["embedding"] for each in server.post("/v1/embeddings", {"input": texts})["data"]]

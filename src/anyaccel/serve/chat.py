@@ -187,6 +187,9 @@ async def chat(front: Front, request: ChatRequest, key: str) -> Chat:
         ApiError: it cannot be answered.
     """
     front.check_model(request.model)
+    for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, name) is not None:
+            raise wrong(name, f"is not supported: OpenAI has replaced it by {newer}")
     if request.top_logprobs and not request.logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
     if request.stream_options is not None and not request.stream:

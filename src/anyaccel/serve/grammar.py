@@ -78,7 +78,7 @@ class Grammars:
             AnyAccelError: llguidance is not installed, or does not know the tokenizer.
         """
         try:
-            size = sum(len(each.text.encode()) for each in _and_parts(grammar))
+            size = sum(len(each.text.encode()) for _, each in _named(grammar))
         except UnicodeEncodeError:  # an escape in JSON can write it
             raise GrammarError(grammar.param, "it has an unpaired surrogate, which no answer can have") from None
         if size > _MOST_BYTES:
@@ -134,8 +134,8 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        sources = json.dumps({"grammars": [_source(grammar), *_named_sources(grammar)]})
-        matcher = LLMatcher(self._tokenizer, sources, log_level=0)
+        sources = [{"name": name, **_source(each)} for name, each in _named(grammar)]
+        matcher = LLMatcher(self._tokenizer, json.dumps({"grammars": sources}), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether an answer can begin
         if matcher.is_error():
@@ -172,10 +172,12 @@ class Grammars:
         self._executor = LLExecutor(num_threads=min(4, len(os.sched_getaffinity(0))))
 
 
-def _and_parts(grammar: Grammar) -> Iterator[Grammar]:
-    yield grammar
-    for _, part in grammar.parts:
-        yield from _and_parts(part)
+def _named(grammar: Grammar, name: str = "answer") -> Iterator[tuple[str, Grammar]]:
+    """What llguidance gets: a grammar, and if it is a Lark grammar, what it names, with what that names itself."""
+    yield name, grammar
+    if grammar.kind == "lark":
+        for part_name, part in grammar.parts:
+            yield from _named(part, part_name)
 
 
 def _schema_source(schema: Any) -> dict[str, Any]:
@@ -209,15 +211,6 @@ def _source(grammar: Grammar) -> dict[str, Any]:
         made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]
         return {"lark_grammar": made["lark_grammar"]}
     return {"lark_grammar": grammar.text}
-
-
-def _named_sources(grammar: Grammar) -> list[dict[str, Any]]:
-    """What a Lark grammar names, with what that names itself."""
-    if grammar.kind != "lark":
-        return []
-    return [
-        source for name, part in grammar.parts for source in ({"name": name, **_source(part)}, *_named_sources(part))
-    ]
 
 
 def _short(problem: str) -> str:

@@ -45,7 +45,7 @@ def _target(root: Any, reference: Any) -> Any:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping):
             found = found.get(part)
-        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+        elif isinstance(found, list) and part.isdecimal() and len(part) < 9 and int(part) < len(found):
             found = found[int(part)]
         else:
             return None
@@ -119,7 +119,8 @@ def prepared(root: Any) -> Any:
         if schema.get("format") in FORMATS and isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
             del made["pattern"]
         if schema.get("uniqueItems") is True and (count := _values(root, schema.get("items"))):
-            made["maxItems"] = min(count, schema.get("maxItems", count))
+            most = schema.get("maxItems")
+            made["maxItems"] = min(count, most) if isinstance(most, int) else count
         return made
 
     find(root)
@@ -151,7 +152,7 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
     return any(
         not isinstance(named, Mapping) or name not in named
         for name in _list(schema.get("required"))
-        if "patternProperties" not in schema
+        if "patternProperties" not in schema and isinstance(name, str)
     )
 
 

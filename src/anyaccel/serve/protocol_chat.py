@@ -84,6 +84,9 @@ class ChatRequest(SamplingFields, ConversationFields):
     top_logprobs: Logprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # OpenAI's former fields, which are refused: an answer without a call would be the wrong one.
+    functions: list[Any] | None = None
+    function_call: Any = None
 
 
 class TokenizeRequest(TemplateFields):

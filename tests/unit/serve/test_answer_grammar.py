@@ -8,13 +8,15 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anyaccel.serve.answer_grammar import answer_grammar, array_schema, parameter_grammars, required_calls
 from anyaccel.serve.chat import add_call
 from anyaccel.serve.contract import Grammar, GrammarError
 from anyaccel.serve.grammar import Grammars
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
-from anyaccel.serve.json_schema import prepared
+from anyaccel.serve.json_schema import fault, prepared
 from anyaccel.serve.structured import schema_grammar
 from anyaccel.serve.tools import FORMATS, Call, CallsInText
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, asked, chat
@@ -239,6 +241,32 @@ def test_references_without_end_are_followed_once() -> None:
     assert prepared({"allOf": [{"$ref": "#/$defs/d0"}, _A], "$defs": chain})["$defs"] == chain
     loop = {"allOf": [{"$ref": "#"}, {"$ref": "#/nothing"}], **_A}
     assert prepared(loop) == loop
+
+
+_WORDS = [
+    "$ref", "$defs", "allOf", "anyOf", "oneOf", "if", "not", "items", "prefixItems", "properties", "patternProperties",
+    "propertyNames", "required", "enum", "const", "pattern", "format", "uniqueItems", "maxItems", "dependentSchemas",
+    "additionalProperties", "type",
+]  # fmt: skip
+_LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 9),
+    st.sampled_from(["#", "#/$defs/a", "#/allOf/0", "#/allOf/999999999999999", "object", "array", "(?=a)", "email"]),
+)  # fmt: skip
+_ANYTHING = st.recursive(
+    _LEAVES,
+    lambda below: st.one_of(
+        st.lists(below, max_size=3), st.dictionaries(st.sampled_from([*_WORDS, "a"]), below, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.sampled_from(_WORDS), _ANYTHING, max_size=5))
+def test_what_is_no_schema_is_left_to_llguidance(schema: Any) -> None:
+    kept = json.dumps(schema)
+    prepared(schema)
+    assert fault(schema, lambda each: "wrong" if each == schema else "") == ("", "wrong")
+    assert json.dumps(schema) == kept
 
 
 def test_the_formats_that_are_held() -> None:

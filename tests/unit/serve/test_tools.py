@@ -268,6 +268,8 @@ def test_a_function_without_parameters_is_described_as_it_is() -> None:
     ("value", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [CLOCK["function"]]}, "functions"),
+        ({"function_call": {"name": "clock"}}, "function_call"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [CLOCK]}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (
