@@ -10,6 +10,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <system_error>
 #include <utility>
 
@@ -70,9 +71,19 @@ void check_same(const std::string& path, const std::string& object) {
 ShmSegment ShmSegment::create(size_t bytes, Kind kind) {
   ShmSegment segment;
   const std::string object = random_name();
+  std::string refused;
   if (kind == Kind::memfd) {
     segment.fd_ = memfd_create(object.c_str(), MFD_CLOEXEC);
-    if (segment.fd_ < 0) fail(errno, "memfd_create");
+    if (segment.fd_ < 0) {
+      // Sandboxes forbid the call (seccomp), old kernels have none: a file in /dev/shm does, whose name tells peers.
+      if (errno != EPERM && errno != EACCES && errno != ENOSYS) fail(errno, "memfd_create");
+      refused =
+          std::string("memfd_create is refused (") + std::strerror(errno) +
+          "; by a seccomp profile?), and /dev/shm cannot be used in its place: allow the one, or mount the other: ";
+      kind = Kind::posix;
+    }
+  }
+  if (kind == Kind::memfd) {
     fchmod(segment.fd_, 0600);
     if (ftruncate(segment.fd_, static_cast<off_t>(bytes)) != 0)
       fail(errno, "making " + std::to_string(bytes) + " bytes of shared memory");
@@ -81,7 +92,7 @@ ShmSegment ShmSegment::create(size_t bytes, Kind kind) {
   } else {
     segment.name_ = "/" + object;
     Fd fd{shm_open(segment.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
-    if (fd.value < 0) fail(errno, "shm_open of " + segment.name_);
+    if (fd.value < 0) fail(errno, refused + "shm_open of " + segment.name_);
     segment.linked_ = true;  // from here on the destructor unlinks it
     reserve(fd.value, bytes);
     segment.data_ = map(fd.value, bytes, segment.name_, MAP_POPULATE);

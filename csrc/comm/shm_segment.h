@@ -10,6 +10,7 @@ namespace anyaccel::comm {
 //
 // `posix` is an object in /dev/shm of mode 0600, created with O_EXCL under an unpredictable name. Its memory is
 // reserved at creation, so that a full /dev/shm is an error there and not a SIGBUS later.
+// Where memfd_create is forbidden, `memfd` is `posix`.
 // `memfd` has no name in any file system and does not count against the size of /dev/shm; its memory is allocated on
 // first touch. Peers of the same user and PID namespace open it through /proc/PID/fd. Its name() is the path there and
 // the random name of the object, which open() compares, since the descriptor's number may belong to another file by

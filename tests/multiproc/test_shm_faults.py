@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -316,3 +320,43 @@ def test_dev_shm_full(tmp_path: Path) -> None:
     if "mount" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["[]\n", "[]\n"], done.stderr
+
+
+# A filter of seccomp: `memfd_create` ends with EPERM, as the profiles of some sandboxes have it.
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+
+
+def forbid_memfd() -> None:
+    number = _MEMFD_CREATE[platform.machine()]
+    load_number, if_equal, answer = 0x20, 0x15, 0x06
+    program = b"".join(
+        struct.pack("HBBI", *line)
+        for line in [(load_number, 0, 0, 0), (if_equal, 0, 1, number), (answer, 0, 0, 0x50000 | errno.EPERM),
+                     (answer, 0, 0, 0x7FFF0000)]
+    )  # fmt: skip
+    code = ctypes.create_string_buffer(program)
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, filters) == 0, os.strerror(ctypes.get_errno())  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def without_memfd(some: bool) -> list[float]:
+    rank = dist.get_rank()
+    if not some or rank == 0:
+        forbid_memfd()
+        with pytest.raises(PermissionError):
+            os.memfd_create("x")
+    group = dist.new_group(backend="shm")
+    tensor = torch.full((70_000,), rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    symmetric = comm.symm_zeros(1000, group=group)
+    symmetric += rank + 1
+    dist.all_reduce(symmetric, group=group)
+    return [tensor.mean().item(), symmetric.mean().item()]
+
+
+@pytest.mark.skipif(platform.machine() not in _MEMFD_CREATE, reason="the number of memfd_create here is not known")
+@pytest.mark.parametrize("some", [False, True], ids=["on all ranks", "on one rank"])
+def test_where_memfd_create_is_forbidden_a_file_in_dev_shm_does(some: bool) -> None:
+    assert ranks.run(without_memfd, 2, some) == [[3.0, 3.0]] * 2

@@ -77,6 +77,9 @@ def everything_of_torch() -> None:
     dist.all_gather_object(names, group.group_name)
     assert names == [group.group_name] * world != [""] * world
     assert group._get_backend(torch.device("cpu")).group_name == group.group_name
+    group.set_timeout(timedelta(seconds=77))
+    options = group._get_backend(torch.device("cpu")).options
+    assert (options.backend, options._timeout, options.group_name) == ("shm", timedelta(seconds=77), group.group_name)
     gathered: list[object] = [None] * world
     dist.all_gather_object(gathered, {"rank": rank}, group=group)
     assert gathered == [{"rank": r} for r in range(world)]

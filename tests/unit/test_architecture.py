@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "compat",
     },
     # The alias stands for everything, the command included.
-    "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "inference", "launch", "ops", "topology"},
+    "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "host_memory", "inference", "launch", "ops", "topology"},
 }  # fmt: skip
 EVERYBODYS = {
     "errors",

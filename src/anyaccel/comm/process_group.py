@@ -358,6 +358,9 @@ class ShmProcessGroup(TorchGroup):
 
     _set_default_timeout = set_timeout
 
+    def _get_timeout(self) -> timedelta:
+        return timedelta(seconds=self.native.timeout)
+
     def abort(self) -> None:
         """Make the operations under way fail, here and on the peers."""
         self.native.abort()

@@ -356,6 +356,9 @@ class PythonGroup(Operations):
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
+    def _get_timeout(self) -> timedelta:
+        return self.timeout
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend  # torch.distributed has another of this name
 
 from anyaccel.accelerator.base import HOST
 from anyaccel.comm.untraced import Untraced
@@ -75,6 +77,17 @@ class TorchGroup(Untraced, dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """The description that the group's creator has given."""
         return self._group_description
+
+    @property
+    def options(self) -> Any:
+        """torch's record of the backend, the timeout and the name."""
+        found = Backend.Options(self.name(), self._get_timeout())
+        found.group_name = self._group_name
+        return found
+
+    def _get_timeout(self) -> timedelta:
+        """How long an operation may wait for a peer."""
+        raise NotImplementedError
 
     @property
     def _device_types(self) -> list[torch.device]:

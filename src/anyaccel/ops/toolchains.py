@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,12 +165,21 @@ def _interrupted_later() -> Iterator[None]:
             before(signal.SIGINT, came[0])
 
 
+def _file_in_memory() -> int:
+    """A descriptor of a file without a name; a temporary file where a sandbox forbids memfd_create."""
+    try:
+        return os.memfd_create("compiler output")
+    except OSError:
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
 class _Process:
     """A running command whose output goes to a file in memory, so that it never blocks on a full pipe."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None) -> None:
         self.command = command
-        self._output = os.memfd_create("compiler output")
+        self._output = _file_in_memory()
         try:
             # A process group of its own, as a compiler driver has children, and Ctrl-C must reach us first.
             self.popen = subprocess.Popen(

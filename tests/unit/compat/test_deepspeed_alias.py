@@ -147,7 +147,7 @@ def test_what_is_not_covered_is_named_with_where_to_read_on(name):
     [
         ("from {} import initialize", "deepspeed.initialize"),
         ("import {}.zero", "deepspeed.zero"),
-        ("from {}.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "deepspeed.runtime"),
+        ("from {}.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "deepspeed.runtime.zero"),
         ("from {}.utils.numa import no_such_thing", "deepspeed.utils.numa.no_such_thing"),
         ("from {}.ops.op_builder import TransformerBuilder", "deepspeed.ops.op_builder.TransformerBuilder"),
         ("from {}.comm import CCLBackend", "deepspeed.comm.CCLBackend"),
@@ -689,3 +689,24 @@ def test_the_ops_that_there_are():
 def test_init_distributed_that_is_not_to_start_wants_it_started():
     with pytest.raises(UsageError, match="dist_init_required=False"):
         deepspeed.init_distributed("shm", dist_init_required=False)
+
+
+def test_memory_is_told_when_it_is_wanted(capsys):
+    see_memory_usage = module("deepspeed.runtime.utils").see_memory_usage
+    see_memory_usage("quiet")
+    assert capsys.readouterr().out == ""
+    kept = torch.ones(1 << 20)
+    see_memory_usage("after loading", force=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "after loading"
+    assert re.fullmatch(r"MA [\d.]+ GB +Max_MA [\d.]+ GB +CA [\d.]+ GB +Max_CA \d+ GB ", lines[1])
+    told = re.fullmatch(r"CPU Virtual Memory:  used = ([\d.]+) GB, percent = ([\d.]+)%", lines[2])
+    assert told is not None and float(told[1]) > 0 and 0 < float(told[2]) < 100
+    assert kept.numel() == 1 << 20
+
+
+def test_what_is_said_of_the_engine_helps_scripts_that_train_and_those_that_do_not():
+    with pytest.raises(
+        NotCoveredImportError, match=r"to train, use FSDP2 .*; to run a model, deepspeed\.init_inference"
+    ):
+        module("deepspeed.runtime.zero")

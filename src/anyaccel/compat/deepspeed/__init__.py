@@ -33,5 +33,5 @@ cover(
         "logger": ".utils.logging:logger",
         "set_autotp_mode": ".module_inject.layers:set_autotp_mode",
     },
-    ("accelerator", "comm", "git_version_info", "inference", "launcher", "module_inject", "ops", "utils"),
+    ("accelerator", "comm", "git_version_info", "inference", "launcher", "module_inject", "ops", "runtime", "utils"),
 )

@@ -20,12 +20,14 @@ from ._names import MODULES
 
 ROOT = __name__.rpartition(".")[0]
 
+_TO_TRAIN = "use FSDP2 (torch.distributed.fsdp.fully_shard), as in examples/train_gpt.py"
 _FSDP = "train with FSDP2 (torch.distributed.fsdp.fully_shard), as in examples/train_gpt.py"
 # Why a part is not covered and what there is instead; the longest prefix of a name counts.
 WHY_NOT: dict[str, str] = {
     "deepspeed.initialize": f"the training engine and ZeRO are out of scope; {_FSDP}",
     "deepspeed.zero": f"ZeRO is out of scope; {_FSDP}",
-    "deepspeed.runtime": f"the training engine and ZeRO are out of scope; {_FSDP}",
+    "deepspeed.runtime": f"it is of the training engine, which is out of scope; to train, {_TO_TRAIN}; to run a model, "
+    "deepspeed.init_inference takes the place of all of it",
     "deepspeed.checkpoint": f"checkpoints of ZeRO are out of scope; {_FSDP} and torch.distributed.checkpoint",
     "deepspeed.DeepSpeedEngine": f"the training engine is out of scope; {_FSDP}",
     "deepspeed.DeepSpeedHybridEngine": f"the training engine is out of scope; {_FSDP}",

@@ -10,4 +10,8 @@ from .comm import *  # noqa: F403
 
 __all__ = ["ReduceOp"]
 
-cover(globals(), packages=("comm", "constants", "reduce_op"))
+cover(
+    globals(),
+    {"TorchBackend": ".comm.torch:TorchBackend"},
+    ("comm", "constants", "reduce_op", "torch"),
+)
