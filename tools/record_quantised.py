@@ -47,6 +47,12 @@ def bitsandbytes() -> Iterator[tuple[str, Case]]:
             tensors |= {f"{AT}.weight.{key}": value for key, value in state.as_dict(packed=True).items()}
             wanted = F.dequantize_4bit(data, state)
             yield name, ({"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, wanted, {})
+    weight = torch.randn(32, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    data, state = F.quantize_4bit(weight, blocksize=128, quant_type="nf4")  # blocks that are no part of a row
+    tensors = {f"{AT}.weight": data}
+    tensors |= {f"{AT}.weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    yield "bnb-nf4-across-rows", (config, tensors, F.dequantize_4bit(data, state), {})
     weight = _weight().half()
     q, scales, _ = F.int8_vectorwise_quant(weight)
     tensors = {f"{AT}.weight": q, f"{AT}.SCB": scales, f"{AT}.weight_format": torch.tensor(0, dtype=torch.uint8)}

@@ -105,7 +105,7 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     )
     # Some rows and a rank's columns, aligned with every group and with none.
     some = [5, 0, 31, 6]
-    for part in (range(64, 128), range(24, 104)):
+    for part in (range(64, cols), range(24, min(104, cols))):
         exact = tensor.floats(range(rows), whole)[some, part.start : part.stop]
         np.testing.assert_array_equal(tensor.floats(some, part), exact)
         np.testing.assert_allclose(packed_values(tensor, some, part), exact, rtol=0, atol=tolerance / 4)

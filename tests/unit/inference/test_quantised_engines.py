@@ -31,16 +31,25 @@ def quantised(model: Any, folder: Path, settings: dict[str, Any]) -> Any:
     model.save_pretrained(folder / "plain")
     model.save_pretrained(folder / "quantised")
     plain = load_file(folder / "plain" / "model.safetensors")
+    # Those of a Conv1D are [in, out], and stored as a linear's.
+    turned = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
     stored = {}
     for name, weight in plain.items():
-        inner = ".layers." in name and weight.dim() == 2 and "norm" not in name and "gate.weight" not in name
+        inner = (
+            (".layers." in name or ".h." in name)
+            and weight.dim() == 2
+            and "norm" not in name
+            and "gate.weight" not in name
+        )
         if not inner:
             stored[name] = weight
             continue
+        weight = weight.T.contiguous() if name in turned else weight
         scale = weight.abs().amax(1, keepdim=True) / 100
         q = (weight / scale).round().to(torch.int8 if settings is INT8 else torch.float8_e4m3fn)
         stored |= {name: q, name.replace(".weight", ".weight_scale"): scale}
-        plain[name] = q.float() * scale
+        dequantised = q.float() * scale
+        plain[name] = (dequantised.T if name in turned else dequantised).contiguous()
     save_file(plain, folder / "plain" / "model.safetensors", {"format": "pt"})
     save_file(stored, folder / "quantised" / "model.safetensors", {"format": "pt"})
     describe(folder / "quantised", settings)
@@ -63,7 +72,7 @@ def check_logits(folder: Path, wanted: Any, runtime: str, within: float = 1e-4) 
 # A plain one, one whose experts transformers stacks while loading, and one that the native runtime has no code for.
 @pytest.mark.parametrize(
     ("family", "runtime"),
-    [*((family, each) for family in ("llama", "qwen3_moe") for each in RUNTIMES), ("lfm2", "torch")],
+    [*((family, each) for family in ("llama", "qwen3_moe", "gpt2") for each in RUNTIMES), ("lfm2", "torch")],
 )
 @pytest.mark.parametrize("settings", [INT8, FP8], ids=["int8", "float8"])
 def test_logits_are_those_of_the_dequantised_model(

@@ -22,6 +22,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     QuantisedTensor,
     Unreadable,
     row_index,
+    scaled,
 )
 from anyaccel.outside import Values, mapping, told
 
@@ -115,14 +116,24 @@ class BitsAndBytes4(Layout):
         import numpy
 
         cols, blocks = tensor.shape[1], tensor.made
+        octets = self._octets(f"{tensor.stem}.weight")
+        table = self._table(tensor.stem, "quant_map").astype(numpy.float32)
+        if cols % blocks.size == 0 and cols % 2 == 0:  # rows are whole blocks
+            chosen = row_index(rows)
+            pairs = table[numpy.stack([numpy.arange(256) >> 4, numpy.arange(256) & 15], axis=1)]
+            values = pairs[octets.reshape(-1, cols // 2)[chosen]].reshape(-1, cols)
+            of_rows = numpy.arange(tensor.shape[0] * cols // blocks.size).reshape(tensor.shape[0], -1)[chosen]
+            return scaled(values, self._absmax(tensor, of_rows), blocks.size)
         where = numpy.asarray(rows, numpy.int64)[:, None] * cols + numpy.arange(cols)
-        octets = self._octets(f"{tensor.stem}.weight")[where >> 1]
-        codes = numpy.where(where & 1, octets & 15, octets >> 4)
-        # The scales of the blocks that these rows are in, once each.
-        used, of = numpy.unique(where // blocks.size, return_inverse=True)
-        absmax = self.array(f"{tensor.stem}.weight.absmax", ("U8", *FLOATS), 1)[used]
-        if blocks.nested:
-            outer = self._table(tensor.stem, "nested_absmax")[used // blocks.nested]
-            absmax = self._table(tensor.stem, "nested_quant_map")[absmax] * outer + numpy.float32(blocks.offset)
-        scales = absmax.astype(numpy.float32)[of.reshape(where.shape)]
-        return self._table(tensor.stem, "quant_map").astype(numpy.float32)[codes] * scales
+        codes = numpy.where(where & 1, octets[where >> 1] & 15, octets[where >> 1] >> 4)
+        return table[codes] * self._absmax(tensor, where // blocks.size)
+
+    def _absmax(self, tensor: DecodedTensor, of: Any) -> Any:
+        """float32: what the values of these blocks are multiplied by."""
+        import numpy
+
+        absmax = self.array(f"{tensor.stem}.weight.absmax", ("U8", *FLOATS), 1)[of]
+        if tensor.made.nested:
+            outer = self._table(tensor.stem, "nested_absmax")[of // tensor.made.nested]
+            absmax = self._table(tensor.stem, "nested_quant_map")[absmax] * outer + numpy.float32(tensor.made.offset)
+        return absmax.astype(numpy.float32)

@@ -29,8 +29,8 @@ class DequantisedCheckpoint(Checkpoint):
     def __contains__(self, name: str) -> bool:
         return name in self._source
 
-    def names(self) -> list[str]:
-        return list(self._source.names())
+    def is_quantised(self, name: str) -> bool:
+        return self._source.is_quantised(name)
 
     def same(self, one: str, other: str) -> bool:
         if self._source.is_quantised(one) or self._source.is_quantised(other):

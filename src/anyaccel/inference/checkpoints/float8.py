@@ -24,6 +24,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     float8_values,
     power_values,
     row_index,
+    scaled,
 )
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
 from anyaccel.outside import Values
@@ -77,4 +78,4 @@ class Float8(Layout):
 
         octets = self.array(f"{tensor.stem}.weight", ("F8_E4M3",))[row_index(rows)]
         scales = self.block_scales(tensor.stem)[numpy.asarray(rows) // tensor.made[0]]
-        return float8_values()[octets] * scales[:, numpy.arange(tensor.shape[1]) // tensor.made[1]]
+        return scaled(float8_values()[octets], scales, tensor.made[1])

@@ -175,14 +175,16 @@ class QuantisedTensor(StoredMatrix):
         of = numpy.arange(cols.start, cols.stop, group or len(cols)) // (self.group or self.shape[-1])
         scales = numpy.ascontiguousarray(scales[:, of], numpy.float32)
         minima = None if held.bits == 8 else scales * numpy.float32(-held.zero)
-        if self.codes is not None:
+        if self.codes is not None and self.codes == held.codes:
+            pass  # as they are
+        elif self.codes is not None:
             own = [code + held.zero if held.codes is None else held.codes.index(code) for code in self.codes]
             q = numpy.array(own, numpy.int16)[q]
         elif self._has_minimum:
             shift = 128 if held.bits == self.bits == 8 else 0  # whole numbers of 8 bits have a sign
             q = q.astype(numpy.int16) - shift
             minima = scales * (shift - zeros[:, of])
-        else:
+        elif held.zero != 1 << (self.bits - 1):
             q = q.astype(numpy.int16) + (held.zero - (1 << (self.bits - 1)))
         q = numpy.ascontiguousarray(q, numpy.int8 if held.bits == 8 else numpy.uint8)
         return q, scales, None if minima is None else numpy.ascontiguousarray(minima, numpy.float32)
@@ -227,6 +229,16 @@ def cost_of(matrices: Sequence[Dequantised], advice: str = "") -> str:
 def row_index(rows: Any) -> Any:
     """An index of numpy for rows; a slice, which copies nothing, if they are consecutive."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
+
+
+def scaled(values: Any, scales: Any, group: int) -> Any:
+    """float32 values [rows, cols] times the scales [rows, groups] of `group` columns each; the last may have fewer."""
+    import numpy
+
+    rows, cols = values.shape
+    if cols == scales.shape[1] * group:
+        return (values.reshape(rows, -1, group) * scales[:, :, None]).reshape(rows, cols)
+    return values * numpy.repeat(scales, group, axis=1)[:, :cols]
 
 
 @functools.cache

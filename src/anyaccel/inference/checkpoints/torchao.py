@@ -27,6 +27,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     Unreadable,
     float8_values,
     row_index,
+    scaled,
 )
 from anyaccel.outside import Values, mapping, shown, told
 
@@ -120,4 +121,4 @@ class TorchAo(Layout):
 
         octets = self.array(f"{tensor.stem}._weight_qdata", ("F8_E4M3",))[row_index(rows)]
         scales = self._levels(tensor.stem).astype("f4")[numpy.asarray(rows) // tensor.made[0]]
-        return float8_values()[octets] * scales[:, numpy.arange(tensor.shape[1]) // tensor.made[1]]
+        return scaled(float8_values()[octets], scales, tensor.made[1])

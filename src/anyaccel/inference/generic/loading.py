@@ -8,7 +8,7 @@ import logging
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,15 +187,20 @@ class CheckpointWeights:
 
     mapped = True
 
-    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str], as_linears: Collection[str] = ()) -> None:
+        """`as_linears`: those of a Conv1D [in, out] that are stored [out, in]."""
         self._checkpoint = checkpoint
         self._names = names
+        self._as_linears = as_linears
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
-        return self._checkpoint.read(self._names[name], shape, part)
+        if name not in self._as_linears:
+            return self._checkpoint.read(self._names[name], shape, part)
+        turned = None if part is None else Slice(1 - part.dim, part.ranges)
+        return self._checkpoint.read(self._names[name], torch.Size(shape[::-1]), turned).T
 
 
 def weights_for(model: nn.Module, folder: Path) -> WeightSource:
@@ -228,7 +233,15 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
         else:
             names[name] = found
     if not missing:
-        return CheckpointWeights(checkpoint, names)
+        as_linears: set[str] = set()
+        if isinstance(
+            checkpoint, DequantisedCheckpoint
+        ):  # libraries that quantise have a Conv1D's weight as a linear's
+            kinds = {f"{name}.weight": type(module).__name__ for name, module in model.named_modules()}
+            as_linears = {
+                name for name in names if kinds.get(name) == "Conv1D" and checkpoint.is_quantised(names[name])
+            }
+        return CheckpointWeights(checkpoint, names, as_linears)
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
     whole = _load_whole(folder, model, checkpoint)
     each = dict(whole.named_parameters(remove_duplicate=False))

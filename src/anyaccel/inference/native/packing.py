@@ -203,7 +203,9 @@ class Plan:
         if len(tensor.shape) != (1 if vector else 2):
             wanted = "a vector" if vector else "a matrix"
             raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: {wanted} is needed")
-        if part.transposed != tensor.transposed:
+        # Libraries that quantise have a Conv1D's weight as a linear's, [out, in].
+        as_linear = isinstance(tensor, StoredMatrix) and part.transposed and not tensor.transposed
+        if part.transposed != tensor.transposed and not as_linear:
             tensor = _transposed(tensor)
         count = tensor.shape[0]
         rows: Rows = range(part.first, count if part.count < 0 else part.first + part.count)
