@@ -197,6 +197,42 @@ def full(context: BrowserContext, url: str) -> None:
     page.close()
 
 
+def stopping(context: BrowserContext, url: str) -> None:
+    """Before the first word nothing is left of an answer; a selection stays while more of it comes."""
+    page = context.new_page()
+    page.goto(url)
+    expect(page.locator("#model")).to_have_value("fake")
+    held: list[Any] = []
+    page.route("**/v1/chat/completions", held.append)  # it does not answer
+    say(page, "anybody?")
+    expect(page.locator("#stop")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("article")).to_have_count(1)
+    page.unroute("**/v1/chat/completions")
+    for route in held:
+        with suppress(Error):  # its request has ended
+            route.abort()
+    page.click("text=Answer")
+    expect(answered(page, 2)).to_have_text("You said: anybody?")
+
+    say(page, "forever")
+    body = page.locator("article .body").last
+    expect(body).to_have_text("Y")
+    body.evaluate("node => getSelection().selectAllChildren(node)")
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_visible()
+    assert page.evaluate("getSelection().toString()").strip() == "Y"
+    page.evaluate("getSelection().removeAllRanges()")
+    expect(page.locator("article .speed").last).to_contain_text("stopped")
+
+    error = {"error": {"message": "messages: 9 tokens", "code": "context_length_exceeded"}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    say(page, "too much")
+    expect(page.locator("article .wrong")).to_contain_text("longer than the model can read")
+    page.close()
+
+
 def settings(page: Page) -> None:
     asked: list[dict[str, Any]] = []
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
@@ -245,6 +281,9 @@ def headings(page: Page) -> None:
         """async () => {
           const { markdown } = await import("./page/markdown.js");
           const slow = "# a" + " ".repeat(200000) + "x";
+          const formulas = "so \\\\(a_1*b*c_2\\\\) and \\\\[x\\\\] and $$y_1*z*$$ but \\\\*no\\\\*";
+          const shown = markdown(formulas)[0].innerHTML;
+          if (shown !== formulas.replaceAll("\\\\*", "*")) return [shown];
           return ["# C#", "## Two ##", "#", "# #", slow].map((each) => markdown(each)[0].textContent.slice(0, 5));
         }"""
     )
@@ -298,7 +337,7 @@ def main() -> None:
                     former(page)
                     headings(page)
                     key(page, locked)
-                    for part in (tabs, interrupted, full):
+                    for part in (tabs, interrupted, full, stopping):
                         fresh = browser.new_context()
                         fresh.set_default_timeout(60_000)
                         part(fresh, url)

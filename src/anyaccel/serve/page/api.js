@@ -10,20 +10,21 @@ function headers(more = {}) {
 
 /** An error that the server has told. */
 export class Refused extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = "") {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
 async function refused(answer) {
-  let message = `The server answered with ${answer.status}.`;
   try {
-    message = (await answer.json()).error.message;
+    const { message, code } = (await answer.json()).error;
+    return new Refused(message, answer.status, code);
   } catch {
     // no error of the API: of a proxy, for example
+    return new Refused(`The server answered with ${answer.status}.`, answer.status);
   }
-  return new Refused(message, answer.status);
 }
 
 export async function models() {

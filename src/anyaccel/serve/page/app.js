@@ -125,7 +125,9 @@ at("open-side").addEventListener("click", () => openSide(true));
 at("close-side").addEventListener("click", () => openSide(false));
 at("shade").addEventListener("click", () => openSide(false));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") openSide(false);
+  if (event.key !== "Escape") return;
+  if (at("shade").hidden && !document.querySelector(".edit")) stop();
+  openSide(false);
 });
 
 function choose(conversation) {
@@ -208,6 +210,8 @@ function messageNode(message, place) {
   if (message.role === "user") {
     body.textContent = message.content;
     under.append(button("Edit", () => edit(node, place)), copyButton(() => message.content));
+    const isLast = place === current.messages.length - 1;
+    if (isLast && !running.has(current)) under.append(button("Answer", () => generate()));
   } else {
     fill(body, message);
     under.append(copyButton(() => message.content));
@@ -259,7 +263,10 @@ function edit(node, place) {
   node.classList.add("edit");
   node.replaceChildren(text, buttons);
   text.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") cancel();
+    if (event.key === "Escape") {
+      event.stopPropagation(); // it is for this message, and not for an answer that comes
+      cancel();
+    }
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) done(event);
   });
   text.focus();
@@ -310,6 +317,18 @@ function asked(conversation) {
   return body;
 }
 
+/** An error in words for people. */
+function said(error) {
+  if (!(error instanceof Refused)) return `The server cannot be reached (${error.message}).`;
+  if (error.code !== "context_length_exceeded") return error.message;
+  return "This conversation is longer than the model can read. Begin a new one, or edit an earlier message.";
+}
+
+function isSelected(node) {
+  const selection = getSelection();
+  return !selection.isCollapsed && selection.containsNode(node, true);
+}
+
 async function generate() {
   const conversation = current;
   const controller = new AbortController();
@@ -332,6 +351,7 @@ async function generate() {
     if (!isMine() || conversation !== current) return;
     const below = follows();
     const node = nodes.get(message);
+    if (isSelected(node)) return; // drawing it anew would take the selection away
     fill(node.querySelector(".body"), message, true);
     if (pieces > 1) {
       const rate = (1000 * (pieces - 1)) / (performance.now() - first);
@@ -358,7 +378,7 @@ async function generate() {
     }
   } catch (error) {
     if (controller.signal.aborted) message.finish = "stopped";
-    else message.wrong = error instanceof Refused ? error.message : `The server cannot be reached (${error.message}).`;
+    else message.wrong = said(error);
   }
   clearInterval(saving);
   if (leaving) return;
@@ -371,13 +391,23 @@ async function generate() {
   if (!message.thoughts) delete message.thoughts;
   if (!isMine()) return; // another answer has taken its place
   running.delete(conversation);
+  const isEmpty = !message.content && !message.thoughts && !message.wrong;
+  if (isEmpty && message.finish === "stopped") conversation.messages.pop();
   if (kept.all().includes(conversation)) keep(conversation); // else it was deleted
   if (conversation !== current) return;
+  if (!conversation.messages.includes(message)) {
+    show();
+    return;
+  }
+  showList();
+  showRunning();
+  while (isSelected(nodes.get(message))) {
+    await new Promise((done) => document.addEventListener("selectionchange", done, { once: true }));
+  }
+  if (conversation !== current || !conversation.messages.includes(message)) return;
   const below = follows();
   // The rest stays as it is: another message, or a setting, may be edited at this moment.
   nodes.get(message).replaceWith(messageNode(message, conversation.messages.indexOf(message)));
-  showList();
-  showRunning();
   if (below) scroll.scrollTop = scroll.scrollHeight;
 }
 

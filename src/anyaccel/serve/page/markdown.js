@@ -17,7 +17,8 @@ export function element(name, attributes = {}, ...children) {
 // What is inside of a line, the longest marks first. Each has one group for its text, a link two.
 const INSIDE = new RegExp(
   [
-    "(`+)(?<code>[^`]|[^`].*?[^`])\\1(?!`)",
+    "(?<formula>\\\\\\(.+?\\\\\\)|\\\\\\[.+?\\\\\\]|\\$\\$.+?\\$\\$)",
+    "(`+)(?<code>[^`]|[^`].*?[^`])\\2(?!`)",
     "\\*\\*(?<strong>[^\\s*](?:.*?[^\\s])?)\\*\\*",
     "(?<![\\w_])__(?<strong2>[^\\s_](?:.*?[^\\s])?)__(?![\\w_])",
     "~~(?<del>[^\\s~](?:.*?[^\\s])?)~~",
@@ -55,7 +56,8 @@ function inline(text, depth = 0) {
     if (found.index) nodes.push(document.createTextNode(text.slice(0, found.index)));
     const parts = found.groups;
     const name = Object.keys(NAMES).find((each) => parts[each] !== undefined);
-    if (parts.code !== undefined) nodes.push(element("code", {}, parts.code.trim() || parts.code));
+    if (parts.formula !== undefined) nodes.push(document.createTextNode(parts.formula));
+    else if (parts.code !== undefined) nodes.push(element("code", {}, parts.code.trim() || parts.code));
     else if (name) nodes.push(element(NAMES[name], {}, ...inline(parts[name], depth + 1)));
     else if (parts.target !== undefined) nodes.push(...link(parts.target, parts.label || parts.target));
     else if (parts.bare !== undefined) nodes.push(...link(parts.bare, parts.bare));
