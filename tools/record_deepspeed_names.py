@@ -24,7 +24,8 @@ IN_DETAIL = (
     "accelerator", "comm", "launcher", "module_inject", "ops.adagrad", "ops.adam", "ops.aio", "ops.lion", "utils"
 )  # fmt: skip
 ALSO = ("constants", "env_report", "git_version_info", "ops", "ops.op_builder", "ops.op_builder.all_ops",
-        "ops.op_builder.builder", "ops.op_builder.cpu", "inference.config", "inference.engine", "runtime", "runtime.utils")  # fmt: skip
+        "ops.op_builder.builder", "ops.op_builder.cpu", "inference.config", "inference.engine",
+        "runtime", "runtime.utils")  # fmt: skip
 # Classes whose methods are part of what is compared.
 WITH_METHODS = ("DeepSpeedAccelerator", "OpBuilder", "InferenceEngine", "OnDevice", "MultiNodeRunner")
 

@@ -40,7 +40,9 @@ MAY_IMPORT = {
         "compat",
     },
     # The alias stands for everything, the command included.
-    "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "host_memory", "inference", "launch", "ops", "topology"},
+    "compat.deepspeed": {
+        "accelerator", "cli", "comm", "compat", "env", "host_memory", "inference", "launch", "ops", "topology",
+    },
 }  # fmt: skip
 EVERYBODYS = {
     "errors",

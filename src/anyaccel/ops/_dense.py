@@ -3,9 +3,42 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
 import torch
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # tensor classes that do not redefine what operations do
+
+
+def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one is a DTensor, of which this rank has a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import, and is there if one is
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+@torch.no_grad()
+def parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank has of each tensor: the local tensor of a DTensor, without a copy, or the tensor itself."""
+    return [
+        tensor.to_local() if any_distributed([tensor]) else tensor  # type: ignore[attr-defined]
+        for tensor in tensors
+    ]
+
+
+@torch.no_grad()
+def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The tensor divided among the ranks as `other` is, if that is a DTensor; a collective call where it was not."""
+    if not any_distributed([other]):
+        return tensor
+    mesh, placements = other.device_mesh, other.placements  # type: ignore[attr-defined]
+    if not any_distributed([tensor]):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor, mesh, placements)
+    if (tensor.device_mesh, tensor.placements) == (mesh, placements):  # type: ignore[attr-defined]
+        return tensor
+    return tensor.redistribute(mesh, placements)  # type: ignore[attr-defined,no-any-return]
 
 
 def why_no_memory(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._checks import check_complete, check_place, check_values, number_of, step_of
+from anyaccel.ops._dense import any_distributed, parts, placed_as
 from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
 from anyaccel.ops.builders.in_tree import InTreeBuilder
 
@@ -30,15 +31,21 @@ class _Plan:
     ) -> None:
         self._states = states
         self._names = tuple(names)
-        self._seen = [*params, *self._entries()]
+        self._distributed = any_distributed(params)
+        self._seen = self._tensors(params)
         self.batch = batch
+
+    def _tensors(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        found = [*params, *self._entries()]
+        # What a DTensor has on this rank may be replaced without it.
+        return found if not self._distributed else [t if t is None else parts([t])[0] for t in found]
 
     def _entries(self) -> list[torch.Tensor | None]:
         return [state.get(name) for name in self._names for state in self._states]
 
     def fits(self, params: list[torch.Tensor]) -> bool:
         """Whether the parameters and the tensors in their states are the same as before."""
-        return len(params) == len(self._states) and all(map(is_, [*params, *self._entries()], self._seen))
+        return len(params) == len(self._states) and all(map(is_, self._tensors(params), self._seen))
 
 
 def _is_immutable(value: Any) -> bool:
@@ -179,6 +186,8 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._master_weights:
             self._update_masters(params)
         plan = self._plans.get(index)
+        if any_distributed(params):
+            grads = parts(map(placed_as, grads, params))
         if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
             plan = self._plans[index] = self._plan(params, grads, group)
         self._native.run(plan.batch, *hyper)
@@ -216,6 +225,9 @@ class HostOptimizer(torch.optim.Optimizer):
             copies = (
                 [other if mine is None else mine for mine, other in zip(own, copies, strict=True)] if copies else own
             )
+        if any_distributed(params):
+            targets, moments = parts(targets), list(map(parts, moments))
+            copies = [copy if copy is None else parts([copy])[0] for copy in copies]
         batch = Batch(targets, grads, moments, steps, copies or None)
         return _Plan(list(params), states, ("step", *self.MOMENTS, MASTER), batch)
 
@@ -286,9 +298,10 @@ class HostOptimizer(torch.optim.Optimizer):
                 raise UsageError(
                     f"write_copies(): with master_weights the parameter in {param.dtype} is the second buffer already"
                 )
-            if copy.shape != param.shape or not copy.is_cpu or not copy.is_contiguous():
+            shape = parts([param])[0].shape  # a buffer of a DTensor is for this rank's part
+            if copy.shape != shape or not copy.is_cpu or not copy.is_contiguous():
                 raise UsageError(
-                    f"write_copies(): a buffer must be contiguous, in host memory and of shape {tuple(param.shape)}, "
+                    f"write_copies(): a buffer must be contiguous, in host memory and of shape {tuple(shape)}, "
                     f"not {tuple(copy.shape)} on {copy.device}"
                 )
             if copy.dtype not in COPIES[param.dtype]:
@@ -342,7 +355,7 @@ class HostOptimizer(torch.optim.Optimizer):
         for entry in (*self.MOMENTS, MASTER):
             if entry not in state:
                 continue
-            values = check_values(name, param, entry, state[entry]).detach()
+            values = placed_as(check_values(name, param, entry, state[entry]).detach(), param)
             dtype = torch.float32 if entry == MASTER else self._dtype_of_moments(param)
             # With the memory layout of the parameter.
             state[entry] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(values)
