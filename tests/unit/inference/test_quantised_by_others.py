@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from anyaccel.inference.checkpoints.quantised import quantised_source
+from anyaccel.inference.checkpoints.quantised import folder_config, quantised_source
 from anyaccel.inference.checkpoints.sources import SafetensorsSource, entry_of
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
 
@@ -121,3 +121,45 @@ def test_values_are_exact_where_the_library_rounds_nothing(name: str, tmp_path: 
         tensor, wanted = entry_of(tensor, 0), wanted[0]
     found = packed_values(tensor, range(len(wanted)), range(wanted.shape[1]))
     np.testing.assert_array_equal(torch.from_numpy(found).bfloat16().float().numpy(), wanted)
+
+
+def test_modelopt_has_compressed_tensors_values_under_other_names(tmp_path: Path) -> None:
+    """NVFP4 as modelopt stores it: the values in `weight`, and the inverse of the whole matrix's scale."""
+    tensor, wanted = opened("compressed-nvfp4", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (stem,) = (name.removesuffix("_packed") for name in stored if name.endswith("_packed"))
+    stored[stem] = stored.pop(f"{stem}_packed")
+    stored[f"{stem}_scale_2"] = (1 / stored.pop(f"{stem}_global_scale").double()).float().reshape(())
+    (tmp_path / "other").mkdir()
+    save_file(stored, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "other" / "config.json").write_text("{}")
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "other" / "hf_quant_config.json").write_text(json.dumps(said))
+    source = quantised_source(SafetensorsSource(tmp_path / "other"), folder_config(tmp_path / "other"))
+    found = source.tensor(stem)
+    assert found.format(range(128)) == tensor.format(range(128)) == ("i6", 16, False)
+    exact = tensor.floats(range(32), range(128))
+    np.testing.assert_allclose(found.floats(range(32), range(128)), exact, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(exact, wanted, rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "settings"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32}, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        (
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": 64, "version": "GEMM"},
+            {"quant_method": "awq", "bits": 4, "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
+        ),
+    ],
+)
+def test_settings_beside_the_configuration(
+    file: str, said: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(said))
+    assert folder_config(tmp_path) == {"quantization_config": settings}
+    own = {"quantization_config": {"quant_method": "hqq"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert folder_config(tmp_path) == own

@@ -148,7 +148,7 @@ def test_what_dequantising_costs_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     said = [each.message for each in caplog.records if "stored as" in each.message]
     assert len(said) == 1
     assert "become bf16: 0." in said[0]
-    assert said[0].endswith("dtype='auto' keeps them as they are")
+    assert said[0].endswith("dtype auto keeps them as they are")
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         anyaccel.init_inference(tmp_path / "quantised", dtype="auto", runtime="torch")

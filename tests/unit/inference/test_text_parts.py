@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import anyaccel
 import family_cases
@@ -257,8 +258,6 @@ def test_other_models_say_what_they_are(
         model = family_cases.build(model_type)
         kept = {name: value for name, value in model.state_dict().items() if "lm_head" not in name}
         model.config.save_pretrained(tmp_path)
-        from safetensors.torch import save_file
-
         save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
         config = json.loads((tmp_path / "config.json").read_text())
         config |= {"architectures": [architecture], "tie_word_embeddings": False}
@@ -309,3 +308,23 @@ def test_a_sentencepiece_tokenizer_alone_names_the_package_that_reads_it(
     monkeypatch.setattr(tokenizer, "_has_protobuf", lambda: False)
     with pytest.raises(ModelError, match=r"tokenizer\.model: a SentencePiece tokenizer .*pip install protobuf"):
         tokenizer.load_text_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+def test_a_quantised_model_of_several_modalities(runtime: str, tmp_path: Path) -> None:
+    """As Ministral 3 is published: float8 with a scale for each matrix, beside a vision tower that is not quantised."""
+    model = saved("mistral3/ministral3", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, weight in list(stored.items()):
+        if name.startswith("language_model.model.layers") and name.endswith("_proj.weight"):
+            scale = (weight.abs().max() / 448).bfloat16()
+            stored[name] = (weight / scale.float()).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            own = name.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
+            model.get_parameter(own).data = stored[name].float() * scale.float()
+    assert any(name.endswith("_scale_inv") for name in stored)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    check(model, tmp_path, runtime)

@@ -10,12 +10,11 @@ import torch
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.folder_files import has_safetensors
-from anyaccel.inference.checkpoints.quantised import quantisation_of, quantised_source
+from anyaccel.inference.checkpoints.quantised import folder_config, quantisation_of, quantised_source
 from anyaccel.inference.checkpoints.quantised_layout import Dequantised, QuantisedSource, StoredMatrix, cost_of
 from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.checkpoints.sources import entry_of, folder_source
 from anyaccel.inference.checkpoints.torch_files import Checkpoint
-from anyaccel.outside import read_json
 
 
 class DequantisedCheckpoint(Checkpoint):
@@ -68,7 +67,7 @@ class DequantisedCheckpoint(Checkpoint):
         for name in filter(self._source.is_quantised, self._source.names()):
             matrix = self._source.tensor(name)
             found.append(Dequantised(matrix.type, True, matrix.stored_bytes, 2 * math.prod(matrix.shape), "bf16"))
-        return cost_of(found, "the model's own code multiplies floats")
+        return cost_of(found, "the model's own code multiplies floats, and dtype int8 rounds them")
 
 
 def _shape(matrix: StoredMatrix) -> tuple[int, ...]:
@@ -98,7 +97,7 @@ def checkpoint_in(folder: Path) -> Checkpoint:
     Raises:
         ModelError: they cannot be read; the message says why.
     """
-    config = read_json(folder / "config.json")
+    config = folder_config(folder)
     if has_safetensors(folder) or quantisation_of(config).known():
         source = quantised_source(folder_source(folder), config)
         if isinstance(source, QuantisedSource):

@@ -8,6 +8,7 @@ told by its tensors, not by the configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
@@ -20,9 +21,13 @@ from anyaccel.inference.checkpoints.packed_integers import CompressedIntegers, G
 from anyaccel.inference.checkpoints.quantised_layout import Layout, QuantisedSource, Unreadable
 from anyaccel.inference.checkpoints.sources import SafetensorsSource, TensorSource
 from anyaccel.inference.checkpoints.torchao import TorchAo
-from anyaccel.outside import Values, shown
+from anyaccel.outside import Values, read_json, shown
 
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+
+
+# Files in which methods said how they had quantised before config.json did.
+_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def _compressed(source: SafetensorsSource, settings: Values) -> list[Layout]:
@@ -75,6 +80,21 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
         raise Unreadable(f"reader for {method} weights in files other than safetensors")
     made = METHODS[method](source, settings)
     return QuantisedSource(source, [made] if isinstance(made, Layout) else made)
+
+
+def folder_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, with a `quantization_config` where a file beside it says how weights are stored.
+
+    Raises:
+        ModelError: a file is none, or not readable.
+    """
+    config = read_json(folder / "config.json")
+    for name, method in _BESIDE.items():
+        if not quantisation_of(config).known() and (folder / name).is_file():
+            said = read_json(folder / name)
+            bits = {"bits": said["w_bit"]} if "w_bit" in said else {}
+            config["quantization_config"] = {**said, **bits, "quant_method": method}
+    return config
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Values:

@@ -217,9 +217,9 @@ def cost_of(matrices: Sequence[Dequantised], advice: str = "") -> str:
     running, stored = (sum(getattr(each, name) for each in matrices) for name in ("running", "stored"))
     size, unit = (1 << 30, "GiB") if running >= 1 << 30 else (1 << 20, "MiB")
     if not advice and all(each.held for each in matrices):
-        advice = "dtype='auto' keeps them as they are"
+        advice = "dtype auto keeps them as they are"
     elif not advice:
-        advice = "no packed format holds them; dtype='int8' or 'int4' takes less memory, and rounds them again"
+        advice = "no packed format holds them; dtype int8 or int4 takes less memory, and rounds them again"
     return (
         f"weights that are stored as {', '.join(types)} become {words}: {running / size:.1f} {unit} instead of "
         f"{stored / size:.1f} {unit}; {advice}"

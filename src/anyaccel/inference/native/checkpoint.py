@@ -48,9 +48,10 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
         opened = open_gguf(path)
         return Checkpoint(opened.source, opened.config, opened.generation_config, opened.source.check_all_used)
-    config = read_json(path / "config.json")
+    from anyaccel.inference.checkpoints.quantised import folder_config, quantised_source
+
+    config = folder_config(path)
     generation = path / "generation_config.json"
-    from anyaccel.inference.checkpoints.quantised import quantised_source
     from anyaccel.inference.families.text_part import READS, text_part
 
     check_language_model(path, config)
