@@ -18,6 +18,7 @@ import family_cases
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only
 from anyaccel.inference.families.text_part import READS, text_part
+from anyaccel.inference.quantize import quantize
 from anyaccel.inference.ranks.loading import open_backend
 from anyaccel.inference.ranks.options import ModelOptions
 
@@ -328,3 +329,12 @@ def test_a_quantised_model_of_several_modalities(runtime: str, tmp_path: Path) -
     settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     check(model, tmp_path, runtime)
+
+
+def test_a_quantised_copy_is_a_text_model(tmp_path: Path) -> None:
+    saved("llava", tmp_path / "llava")
+    quantize(tmp_path / "llava", tmp_path / "copy", dtype="int8")
+    names = {name.partition(".")[0] for name in load_file(tmp_path / "copy" / "model.safetensors")}
+    assert names == {"model", "lm_head"}
+    loaded = anyaccel.init_inference(tmp_path / "copy", dtype="auto", runtime="native")
+    assert type(loaded.module).__name__.endswith("LlamaForCausalLM")

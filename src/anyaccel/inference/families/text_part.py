@@ -7,9 +7,10 @@ it they compute what that model computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from anyaccel.inference.checkpoints.sources import Tensor, TensorSource
 from anyaccel.outside import Values
 
 _IMAGES, _SOUND = "no image", "no sound"
@@ -47,6 +48,41 @@ _ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 # transformers' text models where a config does not name its own.
 _DEFAULTS = {"mistral3": "mistral", "voxtral": "llama", "qwen2_audio": "qwen2", "idefics2": "mistral"}
+
+
+# Beginnings of the decoder's tensors -> those of a text model.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
+_OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+
+
+class TextPart:
+    """The decoder's tensors of a source, under the names of a text model."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for name in source.names():
+            begin = next((each for each in _PREFIXES if name.startswith(each)), "")
+            plain = _PREFIXES.get(begin, "") + name.removeprefix(begin)
+            if plain.startswith(_OWN):
+                self._stored[plain] = name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.tensor(self._stored.get(name, name))
+
+    def release(self, name: str) -> None:
+        self._source.release(self._stored.get(name, name))
 
 
 def text_part(config: Mapping[str, Any], has_head: bool) -> dict[str, Any] | None:

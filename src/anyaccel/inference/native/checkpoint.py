@@ -52,14 +52,14 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
     config = folder_config(path)
     generation = path / "generation_config.json"
-    from anyaccel.inference.families.text_part import READS, text_part
+    from anyaccel.inference.families.text_part import READS, TextPart, text_part
 
     check_language_model(path, config)
     source = quantised_source(folder_source(path), config)
     if (part := text_part(config, any(map(_HEAD.search, source.names())))) is not None:
         reads = READS[config["model_type"]]
         logger.warning("%s: the language model of %s runs, %s is read", path, config["model_type"], reads)
-        config = part
+        source, config = TextPart(source), part
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
 
 

@@ -124,7 +124,6 @@ class Names:
             Base(""),
             Base("model.language_model."),
             Base("language_model.model.", "language_model."),
-            Base("model.text_model."),
         )
     )
 
