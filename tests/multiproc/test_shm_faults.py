@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from anyaccel import comm, errors
+from anyaccel import _native, comm, errors
 
 COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, int], object]] = {
     "all_reduce": lambda group, n: dist.all_reduce(torch.ones(n), group=group),
@@ -347,6 +347,7 @@ def without_memfd(some: bool) -> list[float]:
         forbid_memfd()
         with pytest.raises(PermissionError):
             os.memfd_create("x")
+        assert _native.ShmSegment.create(4096, True).name.startswith("/anyaccel-")  # as a model of one rank has it
     group = dist.new_group(backend="shm")
     tensor = torch.full((70_000,), rank + 1.0)
     dist.all_reduce(tensor, group=group)
