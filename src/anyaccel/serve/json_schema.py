@@ -17,6 +17,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 # Those that llguidance holds a text to.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# Keywords that say which properties there may be beside those with a name.
+_OPEN = {"additionalProperties", "unevaluatedProperties"}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _MOST_TRIES = 200  # schemas that are compiled to find the one that cannot be
 
@@ -74,6 +76,10 @@ def _of_same_value(root: Any, schema: Mapping[str, Any]) -> list[list[Any]]:
     return groups
 
 
+def _parts(root: Any, schema: Mapping[str, Any]) -> list[Any]:
+    return [part for group in _of_same_value(root, schema) for part in group]
+
+
 def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
@@ -86,12 +92,14 @@ def prepared(root: Any) -> Any:
     """A copy of a schema as answers are held to it.
 
     An object that names properties has no others unless the schema says so, as with vLLM's
-    `disable_additional_properties`: nothing else would make a small model end its object. The parts of one object
-    (`allOf`, alternatives beside `properties`) stay as they are, since each alone would forbid the properties of the
-    others. Of a pattern with look-around and a format, the format is kept: no grammar can hold the pattern. Nor can one
-    hold items to be unique, but there are at most as many as there are values.
+    `disable_additional_properties`: nothing else would make a small model end its object. What several schemas say of
+    one object (`allOf`, alternatives beside `properties`) is closed where they are put together, with the properties of
+    all of them, since each alone would forbid the others'. Of a pattern with look-around and a format, the format is
+    kept: no grammar can hold the pattern. Nor can one hold items to be unique, but there are at most as many as there
+    are values.
     """
     parts: set[int] = set()
+    joining: set[int] = set()
 
     def mark(schema: Any) -> None:
         todo = [schema]  # no recursion, as references can be many
@@ -99,11 +107,13 @@ def prepared(root: Any) -> Any:
             each = todo.pop()
             if isinstance(each, Mapping) and id(each) not in parts:
                 parts.add(id(each))
-                todo += [part for group in _of_same_value(root, each) for part in group]
+                todo += _parts(root, each)
 
     def find(schema: Any) -> None:
         if isinstance(schema, Mapping) and len(_of_same_value(root, schema)) + _names_properties(schema) > 1:
-            mark(schema)
+            joining.add(id(schema))
+            for each in _parts(root, schema):
+                mark(each)
         for _, each in _below(schema):
             find(each)
 
@@ -113,8 +123,8 @@ def prepared(root: Any) -> Any:
         made = {name: _copied_value(name, value, copied) for name, value in schema.items()}
         if not _names_properties(schema) and isinstance(schema.get("propertyNames"), Mapping):
             made |= _named_by(root, schema["propertyNames"], made.get("additionalProperties", True))
-        if _names_properties(schema) and id(schema) not in parts and not _is_open(schema):
-            made["additionalProperties"] = False
+        if id(schema) not in parts:
+            made |= _closing(root, schema, made, id(schema) in joining)
         pattern = schema.get("pattern")
         if schema.get("format") in FORMATS and isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
             del made["pattern"]
@@ -144,16 +154,35 @@ def _values(root: Any, schema: Any) -> int:
     return len(_list(schema.get("enum"))) or (1 if "const" in schema else 2 if schema.get("type") == "boolean" else 0)
 
 
-def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema says itself which other properties there may be, or needs one that it does not name."""
-    if "additionalProperties" in schema or "unevaluatedProperties" in schema:
-        return True
-    named = schema.get("properties")
-    return any(
-        not isinstance(named, Mapping) or name not in named
-        for name in _list(schema.get("required"))
-        if "patternProperties" not in schema and isinstance(name, str)
-    )
+def _closing(root: Any, schema: Mapping[str, Any], made: Mapping[str, Any], joined: bool) -> dict[str, Any]:
+    """The keywords that leave an object only the properties that it names; {} where it may have others.
+
+    Args:
+        made: the copy of the schema.
+        joined: whether its parts say what properties there are, too.
+    """
+    found: dict[str, None] = {}
+    required: set[str] = set()
+    seen: set[int] = set()
+    todo: list[Any] = [schema]
+    while todo:
+        each = todo.pop(0)
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if _OPEN & each.keys() or (joined and "patternProperties" in each):
+            return {}
+        named = each.get("properties")
+        found |= dict.fromkeys(named if isinstance(named, Mapping) else ())
+        required |= {name for name in _list(each.get("required")) if isinstance(name, str)}
+        todo += _parts(root, each) if joined else []
+    if "patternProperties" in schema:
+        return {"additionalProperties": False}
+    if not required <= found.keys() or not (found or "properties" in schema):
+        return {}
+    own = made.get("properties", {})
+    properties = {**dict.fromkeys(found, True), **own} if isinstance(own, Mapping) else own
+    return {"properties": properties, "additionalProperties": False}
 
 
 def _copied_value(name: str, value: Any, copied: Callable[[Any], Any]) -> Any:

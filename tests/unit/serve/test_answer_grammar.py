@@ -191,8 +191,30 @@ _A, _B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type
         ({"type": "object", "required": ["b"], **_A}, ['{"a": 1, "b": 2}'], ['{"a": 1}']),
         ({"type": "object", "patternProperties": {"^x": {}}}, ['{"x1": 2}'], ['{"y": 2}']),
         ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": _A}, "type": "object"}, ['{"a": 1}'], ['{"b": "x"}']),
-        ({"allOf": [{"$ref": "#/$defs/A"}, _B], "$defs": {"A": _A}, "type": "object"}, ['{"a": 1, "b": 2}'], []),
-        ({"type": "object", **_A, "anyOf": [_B]}, ['{"a": 1, "b": 2}'], []),
+        (
+            {"allOf": [{"$ref": "#/$defs/A"}, _B], "$defs": {"A": _A}, "type": "object"},
+            ['{"a": 1, "b": 2}'],
+            ['{"c": 1}', '{"a": "x"}'],
+        ),
+        ({"type": "object", **_A, "anyOf": [_B]}, ['{"a": 1, "b": 2}'], ['{"c": 1}', '{"b": "x"}']),
+        # Parts of parts; one that is open leaves the whole open.
+        (
+            {"allOf": [{"allOf": [_A, _B]}, {"properties": {"c": {}}}], "required": ["b"]},
+            ['{"b": 1, "c": 2}'],
+            ['{"b": 1, "d": 2}', '{"c": 2}'],
+        ),
+        ({"allOf": [_A, {**_B, "additionalProperties": True}]}, ['{"a": 1, "d": 2}'], ['{"a": "x"}']),
+        ({"allOf": [_A, {"patternProperties": {"^x": {}}}]}, ['{"a": 1, "x1": 2}', '{"d": 2}'], ['{"a": "x"}']),
+        # The same definition as a part and alone.
+        (
+            {
+                "type": "object",
+                "properties": {"one": {"$ref": "#/$defs/AB"}, "two": {"$ref": "#/$defs/B"}},
+                "$defs": {"B": _B, "AB": {"allOf": [{"$ref": "#/$defs/B"}, _A]}},
+            },
+            ['{"one": {"b": 2, "a": 1}, "two": {"b": 1}}'],
+            ['{"one": {"c": 1}}'],
+        ),
         (
             {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "object", **_B}], "$defs": {"A": {"type": "object", **_A}}},
             ['{"a": 1}', '{"b": 2}'],
