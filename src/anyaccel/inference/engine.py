@@ -421,7 +421,7 @@ def _torch_engine(
         module, source = model.eval(), LoadedWeights(model)
     else:
         module = skeleton(folder, dtype)
-        source = weights_for(module, folder)
+        source = weights_for(module, folder, keep=packed and settings.dtype == "auto")
     plan = make_plan(module, rank, settings.tensor_parallel.tp_size)
     for name, reason in plan.whole.items():
         logger.info("%s stays whole on every rank: %s", name or "all of it", reason)

@@ -19,6 +19,7 @@ import family_cases
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.dequantised import checkpoint_in
 from anyaccel.inference.checkpoints.slices import Slice, take
+from anyaccel.inference.modules.layers import PackedLinear
 
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 FP8 = {"quant_method": "compressed-tensors", "format": "naive-quantized"}
@@ -151,8 +152,34 @@ def test_what_dequantising_costs_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     assert said[0].endswith("dtype auto keeps them as they are")
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        anyaccel.init_inference(tmp_path / "quantised", dtype="auto", runtime="torch")
+        anyaccel.init_inference(tmp_path / "quantised", dtype="bf16", runtime="torch")
     assert "stored as compressed-tensors become bf16" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_layers_keep_what_packed_formats_hold(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = quantised(family_cases.build(family).float(), tmp_path, INT8)
+    with caplog.at_level(logging.WARNING):
+        engine = anyaccel.init_inference(tmp_path / "quantised", dtype="auto", runtime="torch")
+    assert "stored as" not in caplog.text
+    layers = {name: each for name, each in engine.module.named_modules() if isinstance(each, PackedLinear)}
+    inner = {name: each for name, each in layers.items() if "head" not in name}
+    assert len(inner) >= 8
+    for name, layer in inner.items():
+        rows, cols = layer.out_features, layer.in_features
+        assert layer.packed.bytes < 1.5 * (-(-rows // 16) * 16) * (-(-cols // 64) * 64) + 64 * rows, name
+        weight = wanted.get_submodule(name).weight.detach()
+        weight = weight.T if type(wanted.get_submodule(name)).__name__ == "Conv1D" else weight
+        x = torch.eye(cols)
+        bias = getattr(wanted.get_submodule(name), "bias", None)
+        y = layer(x) - (0 if bias is None else bias.detach().bfloat16().float())
+        # Activations may be rounded to int8, which ones and zeros are not.
+        torch.testing.assert_close(y, weight.T, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        logits = wanted(IDS).logits
+    assert (engine(IDS).logits.float() - logits).abs().max() < 0.05 * logits.abs().max()
 
 
 @pytest.mark.parametrize(

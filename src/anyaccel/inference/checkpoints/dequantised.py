@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from anyaccel import _llm
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.folder_files import has_safetensors
 from anyaccel.inference.checkpoints.quantised import folder_config, quantisation_of, quantised_source
-from anyaccel.inference.checkpoints.quantised_layout import Dequantised, QuantisedSource, StoredMatrix, cost_of
+from anyaccel.inference.checkpoints.quantised_layout import (
+    Dequantised,
+    QuantisedSource,
+    QuantisedTensor,
+    StoredMatrix,
+    cost_of,
+)
 from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.checkpoints.sources import entry_of, folder_source
 from anyaccel.inference.checkpoints.torch_files import Checkpoint
+from anyaccel.inference.spec.packed_formats import QUANTISED
+
+_ROWS_AT_ONCE = 256  # that are unpacked: a few megabytes
 
 
 class DequantisedCheckpoint(Checkpoint):
@@ -27,6 +39,9 @@ class DequantisedCheckpoint(Checkpoint):
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
+
+    def names(self) -> set[str]:
+        return set(self._source.names())
 
     def is_quantised(self, name: str) -> bool:
         return self._source.is_quantised(name)
@@ -61,13 +76,48 @@ class DequantisedCheckpoint(Checkpoint):
             return _floats(matrix, wanted[0], wanted[1])
         return torch.stack([_floats(entry_of(matrix, index), *wanted[1:]) for index in wanted[0]])
 
-    def cost(self) -> str:
-        """What it costs that floats are made of quantised matrices, in one line."""
+    def held(self, name: str, part: Slice | None) -> HeldRows | None:
+        """`part` of a quantised matrix for a packed format; None if none holds it."""
+        matrix = self._source.tensor(name) if self._source.is_quantised(name) else None
+        if matrix is None or len(matrix.shape) != 2 or matrix.transposed:
+            return None
+        wanted: list[list[int] | range] = [range(size) for size in matrix.shape]
+        if part is not None:
+            chosen = [index for piece in part.ranges for index in piece]
+            wanted[part.dim] = _range(chosen) or chosen
+        rows, cols = wanted
+        if not isinstance(cols, range) or matrix.format(cols)[0] not in QUANTISED:
+            return None
+        return HeldRows(matrix, rows, cols)
+
+    def cost(self, floats: Collection[str]) -> str:
+        """What it costs that floats are made of these quantised matrices, in one line."""
         found = []
-        for name in filter(self._source.is_quantised, self._source.names()):
+        for name in filter(self._source.is_quantised, floats):
             matrix = self._source.tensor(name)
             found.append(Dequantised(matrix.type, True, matrix.stored_bytes, 2 * math.prod(matrix.shape), "bf16"))
         return cost_of(found, "the model's own code multiplies floats, and dtype int8 rounds them")
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Some rows and columns of a quantised matrix that a packed format holds."""
+
+    matrix: StoredMatrix
+    rows: Sequence[int]
+    cols: range
+
+    def pack(self) -> _llm.Linear:
+        """The packed matrix: no value is rounded."""
+        form, group, minimum = self.matrix.format(self.cols)
+        packed = _llm.Linear(len(self.rows), len(self.cols), form, group, minimum)
+        assert isinstance(self.matrix, QuantisedTensor)
+        for first in range(0, len(self.rows), _ROWS_AT_ONCE):
+            chosen = self.rows[first : first + _ROWS_AT_ONCE]
+            q, scales, minima = self.matrix.values(chosen, self.cols, group)
+            added = minima.ctypes.data if minimum else 0
+            packed.set_quantised_rows(first, len(chosen), q.ctypes.data, scales.ctypes.data, added)
+        return packed
 
 
 def _shape(matrix: StoredMatrix) -> tuple[int, ...]:

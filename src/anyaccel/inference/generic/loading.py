@@ -17,7 +17,7 @@ from torch import nn
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.counts import check_folder
-from anyaccel.inference.checkpoints.dequantised import DequantisedCheckpoint, checkpoint_in
+from anyaccel.inference.checkpoints.dequantised import DequantisedCheckpoint, HeldRows, checkpoint_in
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.slices import Slice
@@ -187,8 +187,11 @@ class CheckpointWeights:
 
     mapped = True
 
-    def __init__(self, checkpoint: Checkpoint, names: dict[str, str], as_linears: Collection[str] = ()) -> None:
-        """`as_linears`: those of a Conv1D [in, out] that are stored [out, in]."""
+    def __init__(
+        self, checkpoint: Checkpoint, names: dict[str, str], as_linears: Collection[str] = (), keep: bool = False
+    ) -> None:
+        """`as_linears`: those of a Conv1D [in, out] that are stored [out, in]; `keep`: see `weights_for`."""
+        self._keep = keep
         self._checkpoint = checkpoint
         self._names = names
         self._as_linears = as_linears
@@ -199,19 +202,30 @@ class CheckpointWeights:
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
         if name not in self._as_linears:
             return self._checkpoint.read(self._names[name], shape, part)
-        turned = None if part is None else Slice(1 - part.dim, part.ranges)
-        return self._checkpoint.read(self._names[name], torch.Size(shape[::-1]), turned).T
+        return self._checkpoint.read(self._names[name], torch.Size(shape[::-1]), _turned(part)).T
+
+    def held(self, name: str, part: Slice | None) -> HeldRows | None:
+        """What was read as floats, as a packed format holds it; None where it is not to be kept."""
+        if not self._keep or not isinstance(self._checkpoint, DequantisedCheckpoint):
+            return None
+        return self._checkpoint.held(self._names[name], _turned(part) if name in self._as_linears else part)
 
 
-def weights_for(model: nn.Module, folder: Path) -> WeightSource:
+def _turned(part: Slice | None) -> Slice | None:
+    """The part of the transpose of a matrix."""
+    return None if part is None else Slice(1 - part.dim, part.ranges)
+
+
+def weights_for(model: nn.Module, folder: Path, keep: bool = False) -> WeightSource:
     """Where the weights of `model` (a skeleton of `folder`) come from.
 
     Slices are read from the files when the checkpoint has the model's own tensor names. A checkpoint that transformers
     renames or merges while loading is loaded whole through transformers first.
+
+    Args:
+        keep: quantised matrices stay as they are where packed formats hold them, for layers that will be packed.
     """
     checkpoint = checkpoint_in(folder)
-    if isinstance(checkpoint, DequantisedCheckpoint) and (cost := checkpoint.cost()):
-        logger.warning("%s: %s", folder, cost)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     def stored(name: str) -> str | None:
@@ -233,7 +247,6 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
         else:
             names[name] = found
     if not missing:
-        as_linears: set[str] = set()
         if isinstance(
             checkpoint, DequantisedCheckpoint
         ):  # libraries that quantise have a Conv1D's weight as a linear's
@@ -241,12 +254,22 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
             as_linears = {
                 name for name in names if kinds.get(name) == "Conv1D" and checkpoint.is_quantised(names[name])
             }
-        return CheckpointWeights(checkpoint, names, as_linears)
+            held = {name for name in names.values() if keep and checkpoint.held(name, None) is not None}
+            _say_cost(folder, checkpoint.cost(set(names.values()) - held))
+            return CheckpointWeights(checkpoint, names, as_linears, keep)
+        return CheckpointWeights(checkpoint, names)
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
+    if isinstance(checkpoint, DequantisedCheckpoint):
+        _say_cost(folder, checkpoint.cost(checkpoint.names()))
     whole = _load_whole(folder, model, checkpoint)
     each = dict(whole.named_parameters(remove_duplicate=False))
     _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
     return LoadedWeights(whole, mapped=True)  # transformers keeps the files mapped
+
+
+def _say_cost(folder: Path, cost: str) -> None:
+    if cost:
+        logger.warning("%s: %s", folder, cost)
 
 
 def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> bool:

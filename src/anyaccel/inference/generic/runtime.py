@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from anyaccel import _llm, comm
+from anyaccel.inference.checkpoints.dequantised import HeldRows
 from anyaccel.inference.config import QUANTISED
 from anyaccel.inference.generic.tp.layers import RowParallelLinear
 from anyaccel.inference.modules.code import has_own_experts, is_own_method
@@ -311,7 +312,8 @@ def _pack_linear(module: nn.Module, precision: str, group_size: int, name: str) 
     assert isinstance(module.weight, torch.Tensor)
     weight = module.weight.detach()
     weight_OI = weight.t() if type(module).__name__ == "Conv1D" else weight
-    native = _packed_matrix(weight_OI, precision, group_size)
+    held: HeldRows | None = getattr(module.weight, "held", None)
+    native = _packed_matrix(weight_OI, precision, group_size) if held is None else held.pack()
     bias = getattr(module, "bias", None)
     reduce = None
     if isinstance(module, RowParallelLinear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ class WeightSource(Protocol):
         """The tensor `name`, whose whole shape is `shape`, or only `part` of it. Each is read once."""
         ...
 
+    def held(self, name: str, part: Slice | None) -> Any:
+        """The same in a form that a packed layer can have as it is; None if there is none."""
+        ...
+
 
 class LoadedWeights:
     """The weights of a model in memory; each is released after it was read."""
@@ -47,6 +51,9 @@ class LoadedWeights:
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
         tensor = self._tensors.pop(name).detach()
         return tensor if part is None else take(tensor, part)
+
+    def held(self, name: str, part: Slice | None) -> None:
+        return None
 
 
 def apply(
@@ -79,6 +86,8 @@ def apply(
         wanted = _dtype_for(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
         tensor = tensor.to(device, wanted, copy=source.mapped, memory_format=torch.contiguous_format)
         loaded = nn.Parameter(tensor, requires_grad=False)
+        if (held := source.held(name, plan.slices.get(name))) is not None:
+            loaded.held = held  # type: ignore[attr-defined]  # for the packed layer that takes its place
         for owner, short in places.pop(parameter):
             owner._parameters[short] = loaded
         del parameter
