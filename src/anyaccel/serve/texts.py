@@ -84,6 +84,7 @@ class Texts:
             raise ApiError(400, f"messages: {said}", "messages") from None
         return text
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  there is one of these a server, and a format has few marks
     def token_of(self, text: str) -> int | None:
         """The token that the vocabulary has for exactly this mark, such as <tool_call>, if it has one."""
         found: int | None = self._tokenizer.token_of(text)
