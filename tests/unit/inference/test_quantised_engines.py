@@ -224,3 +224,21 @@ def test_pickled_subclasses_of_torchao_are_refused(tmp_path: Path, monkeypatch: 
     torch.save({"lm_head.weight": module.Int8Tensor()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"would run 'torchao\.Int8Tensor'.*save the model as safetensors with"):
         anyaccel.init_inference(tmp_path)
+
+
+def test_a_model_in_memory_with_weights_of_another_library(tmp_path: Path) -> None:
+    """As torchao's: a subclass of torch's tensors, whose products are the library's."""
+
+    class Theirs(torch.Tensor):
+        pass
+
+    model = family_cases.build("llama").float().eval()
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Theirs), requires_grad=False)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        engine = anyaccel.init_inference(model, dtype="fp32")
+        assert engine.runtime == "torch"
+        assert type(engine.module.model.layers[0].mlp.down_proj) is torch.nn.Linear
+        assert isinstance(engine.module.model.layers[0].mlp.up_proj, PackedLinear)
+        torch.testing.assert_close(engine(IDS).logits.as_subclass(torch.Tensor), logits, rtol=0, atol=1e-4)

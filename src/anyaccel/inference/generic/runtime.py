@@ -92,6 +92,9 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             if precision in QUANTISED and _is_router(name, parent, child):
                 done.kept[name] = "it chooses experts by small differences"
                 continue
+            if type(child.weight.data) is not torch.Tensor:  # torchao's, which have products of their own
+                done.kept[name] = f"its weight is a {type(child.weight.data).__name__}"
+                continue
             own = "int8" if child is head and precision in QUANTISED else precision
             linear = packed[id(child)] = _pack_linear(child, own, group_size, name)
             done.linears += 1
