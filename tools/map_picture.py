@@ -10,7 +10,7 @@ from pathlib import Path
 TARGET = Path(__file__).parents[1] / "docs" / "map.svg"
 # From the top. tests/unit/test_pages.py sees that each part is there.
 LAYERS = [
-    ("what a user calls", ["cli", "compat", "serve", "bench", "report"]),
+    ("what a user calls", ["cli", "compat", "cuda", "serve", "bench", "report"]),
     ("models", ["inference"]),
     ("between processes, and files", ["comm", "io"]),
     ("operations", ["ops"]),

@@ -94,6 +94,12 @@ DS_PIN_MEMORY_BACKEND = EnvVar(
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
     "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"
 )
+ANYACCEL_AS_CUDA = EnvVar(
+    "ANYACCEL_AS_CUDA",
+    str,
+    "",
+    "on, or options of as-cuda (report, json, amp): code that names CUDA uses the accelerator; set for child processes",
+)
 ANYACCEL_CACHE_DIR = EnvVar(
     "ANYACCEL_CACHE_DIR",
     Path,
@@ -171,6 +177,7 @@ ALL: tuple[EnvVar[object], ...] = (
     DS_ACCELERATOR,
     DS_ALLOW_DEPRECATED_FP16,
     DS_PIN_MEMORY_BACKEND,
+    ANYACCEL_AS_CUDA,
     ANYACCEL_CACHE_DIR,
     ANYACCEL_ISA,
     ANYACCEL_PROBE_TIMEOUT,

@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "launch": {"topology", "env"},
     "accelerator": {"topology", "env", "_registry", "host_memory"},
     "interop": {"accelerator"},
+    "cuda_job": set(),
+    "cuda": {"accelerator", "comm", "cuda_job"},
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "io": {"ops", "accelerator", "env", "safetensors"},
@@ -37,7 +39,7 @@ MAY_IMPORT = {
     "serve": {"inference", "launch", "topology", "env", "host_memory"},
     "cli": {
         "bench", "launch", "accelerator", "ops", "topology", "inference", "serve", "comm", "port", "report", "env",
-        "compat",
+        "compat", "cuda_job",
     },
     # The alias stands for everything, the command included.
     "compat.deepspeed": {
@@ -52,6 +54,7 @@ EVERYBODYS = {
     "outside",
     "terminal",
     "vendors",
+    "cuda_names",
     "_lazy",
     "_version",
     "_native",

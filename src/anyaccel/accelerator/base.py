@@ -5,7 +5,8 @@ A new backend must bring `spec`, `device_count`, `current_device`, `set_device` 
 else it leaves out either works through the default or raises CapabilityError. A method that is added here
 later comes with a default too, so an extension written for an older version keeps working.
 
-The file is long because the interface is: 85 methods whose names, arguments and defaults are DeepSpeed's.
+The file is long because the interface is: 85 methods whose names, arguments and defaults are DeepSpeed's,
+and a few more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -35,6 +37,20 @@ DeviceIndex = int | str | torch.device | None
 
 HOST = torch.device("cpu")
 
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `Accelerator.device_properties` says.
+
+    Attributes:
+        name: what the maker calls the device.
+        total_memory: bytes that this process may use at most.
+    """
+
+    name: str
+    total_memory: int
+
+
 # Methods of a capability whose defaults below work as soon as the others of that capability are overridden.
 _DERIVED = {
     "default_stream",
@@ -48,6 +64,7 @@ _DERIVED = {
     "memory_cached",
     "max_memory_reserved",
     "max_memory_cached",
+    "device_properties",
 }
 
 
@@ -366,6 +383,14 @@ class Accelerator(abc.ABC):
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         """Bytes of memory of the device that this process may use at most."""
         self._lacks(Capability.MEMORY_SIZE)
+
+    def device_properties(self, device_index: DeviceIndex = None) -> DeviceProperties:
+        """What the device is called, and the memory that it has."""
+        return DeviceProperties(self._device_title(device_index), self.total_memory(device_index))
+
+    def _device_title(self, device_index: DeviceIndex) -> str:
+        """What the maker calls the device."""
+        return self.spec.name
 
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         """Bytes that are free now, other processes counted."""

@@ -59,7 +59,7 @@ METHODS_OF: Mapping[Capability, tuple[str, ...]] = {
         "reset_max_memory_cached",
     ),
     Capability.RESERVED_MEMORY: ("memory_reserved", "memory_cached"),
-    Capability.MEMORY_SIZE: ("total_memory", "available_memory"),
+    Capability.MEMORY_SIZE: ("total_memory", "available_memory", "device_properties"),
     Capability.COLLECTIVES: ("communication_backend_name",),
     Capability.HOST_REGISTRATION: ("register_host_memory", "unregister_host_memory"),
     Capability.OP_BUILDERS: ("op_builder_dir", "create_op_builder"),

@@ -197,6 +197,10 @@ class TorchDeviceAccelerator(Accelerator):
         # By position and with an index: vendors name the argument differently, and some require it.
         return int(self._vendor("get_device_properties", "total_memory")(self._index(device_index)).total_memory)
 
+    def _device_title(self, device_index: DeviceIndex) -> str:
+        asked = getattr(self._module, "get_device_name", None)
+        return self.spec.name if asked is None else str(asked(self._index(device_index)))
+
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         # The driver's figure: it counts what other processes hold, and this process's cached blocks as used.
         free, _total = self._vendor("mem_get_info", "available_memory")(device_index)

@@ -59,6 +59,8 @@ _EXAMPLES = """\
       anyaccel run --max-restarts 3 train.py
   a script that imports deepspeed, on anyaccel
       anyaccel run --as-deepspeed --bind_cores_to_rank inference.py
+  a script that names CUDA, unchanged, on what this machine has
+      anyaccel run --as-cuda --no_local_rank train.py
   a module that does not know --local_rank; a program that is not Python
       anyaccel run --no_local_rank -m package.module --flag
       anyaccel run --no_local_rank --no_python ./program argument
@@ -95,6 +97,13 @@ def build_parser() -> Parser:
         help="seconds between SIGTERM and SIGKILL when workers are ended; default: %(default)g",
     )
     add("--as-deepspeed", action="store_true", help="in this job, let `import deepspeed` import anyaccel's alias")
+    add(
+        "--as-cuda",
+        action="store_true",
+        help="in this job, code that names CUDA uses this machine's accelerator; --as-cuda=report,json,amp: print what "
+        "was redirected (as JSON), use mixed precision on CPUs",
+    )
+    add("--as-cuda-options", default="", help=argparse.SUPPRESS)
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add_binding_options(parser)
@@ -173,11 +182,16 @@ def _launch_options(arguments: argparse.Namespace) -> LaunchOptions:
 
 def _job_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """The environment variables that every worker of the job gets."""
-    if not arguments.as_deepspeed:
-        return {}
-    from anyaccel import compat
+    found: dict[str, str] = {}
+    if arguments.as_deepspeed:
+        from anyaccel import compat
 
-    return compat.job_environment(os.environ)
+        found = compat.job_environment(os.environ)
+    if arguments.as_cuda or arguments.as_cuda_options:
+        from anyaccel.cuda_job import Options, job_environment
+
+        found |= job_environment(Options.parse(arguments.as_cuda_options), {**os.environ, **found})
+    return found
 
 
 def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
@@ -214,6 +228,8 @@ def _show(options: LaunchOptions, as_json: bool, extra_env: dict[str, str]) -> N
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code of the job."""
+    # argparse would take the script for the value of an option that may have one or none.
+    argv = [f"--as-cuda-options={each[10:]}" if each.startswith("--as-cuda=") else each for each in argv]
     arguments = build_parser().parse_args(argv)
     if arguments.json and not arguments.dry_run:
         raise UsageError("--json prints the plan and goes with --dry-run; add --dry-run, or leave --json out")

@@ -4,51 +4,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from anyaccel.cuda_names import CLASSES, DEVICE, FUNCTIONS, GRAPH_FUNCTIONS, NVTX, TYPED_TENSORS, Method
+
+__all__ = ["CLASSES", "DEVICE", "FUNCTIONS", "GRAPH_FUNCTIONS", "NVTX", "TYPED_TENSORS", "Method"]
 
 
-@dataclass(frozen=True)
-class Method:
-    """Where a function of torch.cuda goes.
-
-    Attributes:
-        name: of the method of the accelerator.
-        parameters: of the torch.cuda function, each with its name in the method; the order is the same in both.
-    """
-
-    name: str
-    parameters: tuple[tuple[str, str], ...] = ()
-
-
-def _same(names: str, *parameters: tuple[str, str]) -> dict[str, Method]:
-    return {name: Method(name, parameters) for name in names.split()}
-
-
-_DEVICE = ("device", "device_index")
-
-# Function of torch.cuda -> method of the accelerator.
-FUNCTIONS: dict[str, Method] = {
-    **_same("is_available device_count empty_cache initial_seed is_current_stream_capturing"),
-    **_same("manual_seed manual_seed_all", ("seed", "seed")),
-    **_same("set_device synchronize current_stream default_stream get_rng_state", _DEVICE),
-    **_same("set_rng_state", ("new_state", "new_state"), _DEVICE),
-    **_same("memory_allocated max_memory_allocated reset_max_memory_allocated memory_stats", _DEVICE),
-    **_same("memory_reserved max_memory_reserved memory_cached max_memory_cached", _DEVICE),
-    **_same("reset_max_memory_cached reset_peak_memory_stats", _DEVICE),
-    **_same("stream", ("stream", "stream")),
-    "_lazy_call": Method("lazy_call", (("callable", "callback"),)),
-}
 # Those that change nothing of what a program computes where the CPU is the accelerator.
 HARMLESS = {"empty_cache", "manual_seed", "manual_seed_all", "set_device", "synchronize", "_lazy_call"}
 HARMLESS |= {"reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats"}
-# Classes that the accelerator has under the same name; their arguments are the vendor's.
-CLASSES = ("Stream", "Event")
-TYPED_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
-GRAPH_FUNCTIONS = {
-    "CUDAGraph": Method("create_graph"),
-    "graph": Method("capture_to_graph", (("cuda_graph", "graph"), ("pool", "pool"), ("stream", "stream"))),
-}
-NVTX = {"range_push": Method("range_push", (("msg", "msg"),)), "range_pop": Method("range_pop")}
 # Every method that a fix may call; the test looks each up in the interface.
 OTHER_METHODS = (
     *("device_name", "current_device", "current_device_name", "default_generator", "is_bf16_supported"),
@@ -138,7 +102,7 @@ DEVICE_POSITIONS = {
     "torch.distributed.device_mesh.DeviceMesh": 0,
     "torch.load": 1,
 }
-DEVICE_POSITIONS |= {f"torch.cuda.{name}": 0 for name, m in FUNCTIONS.items() if m.parameters[:1] == (_DEVICE,)}
+DEVICE_POSITIONS |= {f"torch.cuda.{name}": 0 for name, m in FUNCTIONS.items() if m.parameters[:1] == (DEVICE,)}
 
 # What options are kept in, whose `cuda` and `is_cuda` are flags.
 OPTIONS = {"args", "opt", "opts", "options", "config", "cfg", "hparams", "params", "self", "cls", "flags", "FLAGS"}

@@ -73,6 +73,7 @@ METHODS = {
     "set_visible_devices_envs": "current_env, local_accelerator_ids",
     "get_compile_backend": "",
     "set_compile_backend": "backend",
+    "device_properties": "device_index=None",
 }
 PROPERTIES = {
     "Stream",

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from anyaccel.accelerator import select
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
-from anyaccel.accelerator.base import Accelerator, TypedTensor
+from anyaccel.accelerator.base import Accelerator, DeviceProperties, TypedTensor
 from anyaccel.accelerator.conformance import processes, run
 from anyaccel.accelerator.conformance.checking import CHECKS, Check, ConformanceError, expect, expect_error
 from anyaccel.accelerator.conformance.run import Result, run_check, run_checks, select_checks, uncovered_methods
@@ -519,6 +519,8 @@ WRONG = [
     wrong("memory-total_memory", "at least", total_memory=23 << 20),
     wrong("memory-total_memory", "at least", total_memory=70 * MIB),
     wrong("memory-total_memory", "of type int", total_memory="23 GiB"),
+    wrong("memory-device_properties", "a name", device_properties=DeviceProperties("", 1)),
+    wrong("memory-device_properties", "total_memory", device_properties=DeviceProperties("a device", 1)),
     wrong("memory-available", "to shrink", available_memory=standing_still),
     wrong("memory-available", "from 0 to", available_memory=-1),
     wrong("memory-available", "from 0 to", available_memory=1 << 60),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 from typing import Any, ClassVar
 
 import torch
@@ -175,6 +176,11 @@ class CpuAccelerator(Accelerator):
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         """Memory of the host or the lowest cgroup limit below that, in bytes; may be a second old."""
         return host_memory.total()
+
+    def _device_title(self, device_index: DeviceIndex) -> str:
+        from anyaccel.topology.memory import cpu_model
+
+        return cpu_model("") or platform.machine()
 
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         """Bytes that can be allocated now, on the host and within every enclosing cgroup."""

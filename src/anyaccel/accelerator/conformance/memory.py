@@ -194,6 +194,15 @@ def check_total_memory_holds_what_is_in_use(accelerator: Accelerator) -> None:
         expect(total >= allocated, f"total_memory() of at least {allocated} bytes that are allocated", total)
 
 
+@check("memory", "device_properties")
+def check_device_properties_have_a_name(accelerator: Accelerator) -> None:
+    """And the memory that total_memory() tells."""
+    properties = accelerator.device_properties()
+    expect_type("device_properties().name", properties.name, str)
+    expect(bool(properties.name), "a name of the device", properties.name)
+    expect_equal("device_properties().total_memory", properties.total_memory, accelerator.total_memory())
+
+
 @check("memory", "available_memory")
 def check_available_memory_shrinks_with_a_tensor(accelerator: Accelerator) -> None:
     """By its size in bytes, for one of several tensors.

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who asks: torch's own code always gets the truth about CUDA, everybody else the accelerator's answer.
+
+torch decides by these answers which of its own code can run (inductor's backends, pinned memory of loaders, fused
+optimizers), and that code would call the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# The compiler's stand-ins for what a user's function asks; they speak for the user.
+_FOR_USERS = "torch._dynamo.variables"
+
+
+def asked_by_torch(depth: int = 2) -> bool:
+    """Whether the caller, so many frames up, is torch or this package."""
+    name: str = sys._getframe(depth).f_globals.get("__name__") or ""
+    if not name.startswith(("torch.", "anyaccel.")) and name != "torch":
+        return False
+    return not name.startswith(_FOR_USERS)
+
+
+def for_users(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """`replacement` for everybody but torch, which keeps `original`."""
+
+    @functools.wraps(original)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if asked_by_torch():
+            return original(*args, **kwargs)
+        return replacement(*args, **kwargs)
+
+    return answer
