@@ -6,6 +6,7 @@ tests/data/quantised has both, as tools/record_quantised.py wrote them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.quantised import folder_config, quantised_source
+from anyaccel.inference.checkpoints.quantised_layout import StoredMatrix
 from anyaccel.inference.checkpoints.sources import SafetensorsSource, entry_of
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
 
@@ -163,3 +166,30 @@ def test_settings_beside_the_configuration(
     own = {"quantization_config": {"quant_method": "hqq"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert folder_config(tmp_path) == own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_damaged_parts_are_an_error_of_ours(name: str, tmp_path: Path) -> None:
+    """Each tensor beside the values: missing, empty, cut, or of another dtype."""
+    with safe_open(DATA / f"{name}.safetensors", "pt") as file:
+        tensors = {each: file.get_tensor(each) for each in file.keys() if each != "wanted"}  # noqa: SIM118
+        metadata = file.metadata()
+    config = {"quantization_config": json.loads(metadata.pop("config"))}
+    for each, value in tensors.items():
+        damages: list[Any] = [None, value.reshape(-1)[:0], torch.zeros(3, 5, 7, dtype=torch.int64)]
+        if value.dim():
+            damages.append(value[: len(value) // 2])
+        for damage in damages:
+            changed = {key: other for key, other in tensors.items() if key != each}
+            if damage is not None:
+                changed[each] = damage.contiguous()
+            if not changed:
+                continue
+            save_file(changed, tmp_path / "model.safetensors", metadata)
+            with contextlib.suppress(ModelError):
+                source = quantised_source(SafetensorsSource(tmp_path), config)
+                for plain in source.names():
+                    tensor = source.tensor(plain)
+                    tensor = entry_of(tensor, 0) if len(tensor.shape) == 3 else tensor
+                    if isinstance(tensor, StoredMatrix):
+                        packed_values(tensor, range(min(8, tensor.shape[0])), range(tensor.shape[1]))

@@ -56,6 +56,7 @@ class Float8(Layout):
         if self.dtype(name) in _POWERS:
             scales = power_values()[scales]
         rows = self.source.entry(f"{stem}.weight")[1].shape[0]
+        self.check(scales.size > 0, name, "no scales")
         each_row = scales.ndim == 1 and scales.size == rows > 1
         self.check(scales.ndim == 2 or scales.size == 1 or each_row, name, f"scales of shape {scales.shape}")
         return scales.reshape(scales.shape if scales.ndim == 2 else (-1, 1)).astype("f4")

@@ -36,7 +36,9 @@ class Hqq(Layout):
     def _fact(self, stem: str, name: str) -> Any:
         """A number of what a matrix says of itself, as an array."""
         found = f"{stem}.{name}"
-        return self.array(found, ("U8", "I32", "I64", "F32"), self.rank(found)).reshape(-1)
+        values = self.array(found, ("U8", "I32", "I64", "F32"), self.rank(found)).reshape(-1)
+        self.check(values.size > 0, found, "it is empty")
+        return values
 
     def make(self, stem: str) -> StoredMatrix:
         name = f"{stem}.W_q"

@@ -66,7 +66,8 @@ class TorchAo(Layout):
     def _integers(self, stem: str, name: str, kind: str) -> QuantisedTensor:
         shape = self.array(name, ("I8",)).shape
         scales, zeros = self._levels(stem), self._levels(stem, "zero_point")
-        self.check(scales is not None and scales.shape[0] in (1, shape[0]), name, "no scales, or not one a row")
+        fits = scales is not None and scales.size > 0 and scales.shape[0] in (1, shape[0])
+        self.check(fits, name, "no scales, or not one a row")
         self.check(zeros is None or zeros.shape == scales.shape, name, "zero points are not like scales")
         zero = 128 if zeros is None or not zeros.any() else None
         return QuantisedTensor(
@@ -94,7 +95,7 @@ class TorchAo(Layout):
     def _float8(self, stem: str, name: str, kind: str) -> DecodedTensor:
         shape = self.array(name, ("F8_E4M3",)).shape
         scales = self._levels(stem)
-        self.check(scales is not None, name, "no scales")
+        self.check(scales is not None and scales.size > 0, name, "no scales")
         fits = not (shape[0] % scales.shape[0] or shape[1] % scales.shape[1])
         self.check(fits, name, f"scales {scales.shape} for {shape} values")
         block = (shape[0] // scales.shape[0], shape[1] // scales.shape[1])
