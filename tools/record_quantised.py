@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes tests/data/quantised: small matrices as other libraries quantise and store them, and what they make of them.
 
-Needs a Python with torch, transformers and, for all cases, bitsandbytes, compressed-tensors, hqq, torchao and
-auto-round. A case whose library is missing is left as it is.
+Needs a Python with torch, transformers and, for all cases, bitsandbytes, compressed-tensors, hqq, torchao,
+auto-round and autoawq. A case whose library is missing is left as it is.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -183,6 +185,37 @@ def auto_round() -> Iterator[tuple[str, Case]]:
             yield f"auto-round-{name}-{bits}", (config, tensors, wanted, {})
 
 
+def auto_awq() -> Iterator[tuple[str, Case]]:
+    found = importlib.util.find_spec("awq")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("no awq")
+    # Without its own __init__, which needs an old transformers.
+    for name in ("awq", "awq.modules", "awq.modules.linear", "awq.utils"):
+        package = ModuleType(name)
+        package.__path__ = [found.submodule_search_locations[0] + name.removeprefix("awq").replace(".", "/")]
+        sys.modules[name] = package
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.modules.linear.gemv import WQLinear_GEMV
+
+    for version, kind, group in (("gemm", WQLinear_GEMM, 32), ("gemv", WQLinear_GEMV, 32), ("gemv", WQLinear_GEMV, 64)):
+        generator = torch.Generator().manual_seed(group)
+        scales = (torch.rand(ROWS, COLS // group, generator=generator) * 0.01 + 0.001).half()
+        zeros = torch.randint(0, 16, scales.shape, generator=generator)
+        q = torch.randint(0, 16, (ROWS, COLS), generator=generator)
+        weight = (q - zeros.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
+        linear = _linear(torch.float32)
+        linear.weight.data = weight
+        gemm = version == "gemm"
+        layer = kind.from_linear(
+            *(linear, 4, group, False),
+            scales=scales.T.contiguous() if gemm else scales,
+            zeros=zeros.T.contiguous() if gemm else zeros,
+        )
+        tensors = {f"{AT}.{key}": getattr(layer, key) for key in ("qweight", "qzeros", "scales")}
+        config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": version}
+        yield f"awq-{version}-{group}", (config, tensors, weight, {})
+
+
 def mxfp4() -> Iterator[tuple[str, Case]]:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -207,7 +240,7 @@ def bitnet() -> Iterator[tuple[str, Case]]:
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     sources: list[Callable[[], Iterator[tuple[str, Case]]]] = [
-        *(bitsandbytes, compressed_tensors, hqq, torchao, auto_round, mxfp4, bitnet),
+        *(bitsandbytes, compressed_tensors, hqq, torchao, auto_round, auto_awq, mxfp4, bitnet),
     ]
     for source in sources:
         try:
