@@ -19,7 +19,12 @@ from pathlib import Path
 
 from _common import emit_json, machine, median, note, table
 
-SHAPES = {"token": (20 << 10, 0.2e-3, 150), "bucket": (1 << 20, 2e-3, 40)}  # bytes, seconds of computing, steps
+# Bytes, seconds of computing, steps, and whether the call is asynchronous, as those of DistributedDataParallel are.
+SHAPES = {
+    "token": (20 << 10, 0.2e-3, 150, False),
+    "bucket": (1 << 20, 2e-3, 40, True),
+    "bucket, waiting": (1 << 20, 2e-3, 40, False),
+}
 BACKENDS = ("shm", "gloo")
 
 
@@ -42,7 +47,7 @@ def worker(rank: int, size: int, folder: str, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     times: dict[str, dict[str, list[float]]] = {shape: {name: [] for name in BACKENDS} for shape in SHAPES}
-    for shape, (size_b, seconds, steps) in SHAPES.items():
+    for shape, (size_b, seconds, steps, is_async) in SHAPES.items():
         tensor = torch.zeros(size_b // 4)
         for round_number in range(rounds + 1):
             for name, group in groups.items():
@@ -50,7 +55,9 @@ def worker(rank: int, size: int, folder: str, rounds: int) -> None:
                 start = time.perf_counter()
                 for _ in range(steps):
                     compute(seconds)
-                    dist.all_reduce(tensor, group=group)
+                    work = dist.all_reduce(tensor, group=group, async_op=is_async)
+                    if work is not None:
+                        work.wait()
                 if round_number:
                     times[shape][name].append((time.perf_counter() - start) / steps * 1e3)
     if rank == 0:

@@ -23,10 +23,10 @@ namespace {
 constexpr uint32_t kMagic = 0x61636d31;
 // How long a host looks, giving its core to whoever wants it, before it sleeps. Parts of a step take tens of
 // microseconds, and so do the networks that this is for; sleeping and being woken costs as much again. After a
-// millisecond that is little. Where other work wants the core it sleeps at once: what is woken runs before what has
-// been looking all the time.
+// millisecond that is little. Where other work wants the core it sleeps sooner: what is woken runs before what has been
+// looking all the time.
 constexpr int64_t kYieldNs = 1'000'000;
-constexpr int64_t kSharedYieldNs = 10'000;
+constexpr int64_t kSharedYieldNs = 200'000;
 constexpr int kSleepMs = 50;
 constexpr int64_t kCarrierSleepNs = 50'000;
 // How long a carrier may take to bring what a host has sent that has ended since.

@@ -24,9 +24,8 @@ constexpr size_t kPage = 4096;  // the alignment of buffers
 
 // A waiting rank spins for longer than ranks drift apart between the phases of a large collective, then yields its
 // core, and then sleeps until its peer wakes it; meanwhile it checks its peers. Where other work wants its core, it
-// spins for no longer than sleeping costs, and sleeps at once.
+// sleeps after spinning: yielding takes the time that it needs later.
 constexpr int64_t kSpinNs = 200'000;
-constexpr int64_t kSharedSpinNs = 10'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 2'000'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
@@ -190,7 +189,7 @@ void ShmGroup::synchronise() {
       cpu_pause();
       if (++spins % 32 != 0) continue;
       const int64_t now = now_ns();
-      if (deadline == 0) deadline = now + (core_is_shared(now) ? std::min(kSharedSpinNs, spin_ns_) : spin_ns_);
+      if (deadline == 0) deadline = now + spin_ns_;
       if (now < deadline) continue;
       wait_slowly(now);  // this waits for all peers
       return;
