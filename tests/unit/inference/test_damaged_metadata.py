@@ -138,7 +138,7 @@ def test_an_end_of_a_gguf_file_that_never_comes_is_said(tmp_path: Path, caplog: 
     file.pairs["tokenizer.ggml.eos_token_id"] = (U32, 99999)
     path = written(file, tmp_path)
     opened = open_gguf(path)
-    assert end_tokens(opened.generation_config, opened.config, path) == []
+    assert end_tokens(opened.generation_config, opened.config, path) == [2]  # </s>, which ends one by its text
     assert caplog.messages[-1].startswith(f"{path}: eos_token_id=99999 is outside the vocabulary of {ROWS} tokens")
 
 
