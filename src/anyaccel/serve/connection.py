@@ -34,22 +34,27 @@ class _Parser(HttpRequestParser):
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         super().__init__(protocol)
         self._protocol = protocol
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def feed_data(self, data: Any) -> None:
+        parser: HttpRequestParser = self
         while True:
             try:
-                super().feed_data(data)
+                HttpRequestParser.feed_data(parser, data)
                 return
             except HttpParserUpgrade as error:
-                if self.get_method() == b"CONNECT":
+                if parser.get_method() == b"CONNECT":
                     raise
-                data = self._head() + data[error.args[0] :]
+                data = _head_of(self._protocol, parser) + data[error.args[0] :]
+                # A new one: after the head of a last request (`Connection: close`, HTTP/1.0) httptools takes no other.
+                parser = self._protocol.parser = _Parser(self._protocol)
 
-    def _head(self) -> bytes:
-        protocol = self._protocol
-        first = self.get_method() + b" " + protocol.url + b" HTTP/" + self.get_http_version().encode()
-        kept = [name + b": " + value for name, value in protocol.headers if name != b"upgrade"]
-        return b"\r\n".join([first, *kept, b"", b""])
+
+def _head_of(protocol: HttpToolsProtocol, parser: HttpRequestParser) -> bytes:
+    """The head that was parsed last, without the offer."""
+    first = parser.get_method() + b" " + protocol.url + b" HTTP/" + parser.get_http_version().encode()
+    kept = [name + b": " + value for name, value in protocol.headers if name != b"upgrade"]
+    return b"\r\n".join([first, *kept, b"", b""])
 
 
 class _RefusedError(Exception):
@@ -141,7 +146,6 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.parser = _Parser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             if len(self.connections) > most:
                 said = ApiError(503, "too many connections", None, "overloaded", "server_error", retry_after_s=2)
                 self._write_error(said)

@@ -112,6 +112,22 @@ def test_a_body_arrives_as_it_was_sent_whatever_the_cuts(offer: str, chunked: bo
     asyncio.run(go())
 
 
+def test_a_last_request_may_offer_another_protocol() -> None:
+    offer = "Upgrade: h2c\r\n"
+
+    async def go() -> None:
+        last = [
+            request(f"{offer}Connection: close, Upgrade\r\n"),
+            request(f"{offer}Connection: Upgrade\r\nConnection: close\r\n", [BODY[:5], BODY[5:]]),
+            request(f"{offer}Connection: Upgrade\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        ]
+        for each in last:
+            told = await answers([request(OFFER) + each, b"what is not read"])
+            assert told.count(b"HTTP/1.1 200 OK") == 2 and told.count(json.dumps(BODY.decode()).encode()) == 2, told
+
+    asyncio.run(go())
+
+
 def test_an_offer_alone_is_not_seen_and_what_is_no_offer_is() -> None:
     async def go() -> None:
         told = (await answers([request(OFFER)])).decode()
