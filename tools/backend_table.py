@@ -40,7 +40,7 @@ GROUPS: dict[str, str] = {
     "Memory of a device": (
         "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
         "memory_stats reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached total_memory "
-        "available_memory empty_cache"
+        "available_memory device_properties empty_cache"
     ),
     "Data types": "is_bf16_supported is_fp16_supported is_fp64_supported supported_dtypes",
     "Profiling, later calls, communication, Triton": (

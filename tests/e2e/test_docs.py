@@ -130,7 +130,7 @@ _FOREIGN = """
     --stop-timeout --gpus --fork --pid --map-by --kill-on-bad-exit --no-deps --ntasks-per-node --version
     --nproc-per-node --nnodes --rdzv-endpoint --standalone --log-dir --numa-binding --num-processes --use-cpu
     --num-cpu-threads-per-process --ninstances --enable-tcmalloc --enable-jemalloc --skip-cross-node-cores
-    --ncores-per-instance --enable-elastic-training --autotuning
+    --ncores-per-instance --enable-elastic-training --autotuning --signal --amp
 """
 
 

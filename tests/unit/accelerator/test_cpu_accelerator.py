@@ -21,7 +21,7 @@ from interface import METHODS, PROPERTIES
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.backends import cpu as cpu_backend
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
-from anyaccel.accelerator.base import TypedTensor
+from anyaccel.accelerator.base import DeviceProperties, TypedTensor
 from anyaccel.errors import CapabilityError, UsageError
 from anyaccel.topology import read_machine
 
@@ -191,6 +191,8 @@ def test_memory_size(cpu: CpuAccelerator) -> None:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert cpu.memory_allocated() < cpu.total_memory() <= physical
     assert 0 < cpu.available_memory() <= cpu.total_memory(0)
+    assert cpu.device_properties() == DeviceProperties(cpu.device_properties(0).name, cpu.total_memory())
+    assert cpu.device_properties().name
 
 
 def test_dtypes_that_are_claimed_compute(cpu: CpuAccelerator) -> None:

@@ -351,6 +351,10 @@ CASES: dict[str, Case] = {
         for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
     },
     "total_memory": Case(per_device("total_memory"), figures(80 * GIB)),
+    "device_properties": Case(
+        lambda a, v, g: [item.total_memory for item in per_device("device_properties")(a, v, g) if item.name],
+        figures(80 * GIB),
+    ),
     "available_memory": Case(per_device("available_memory"), figures(70 * GIB)),
     "is_bf16_supported": Case(lambda a, v, g: a.is_bf16_supported(), True),
     "is_fp16_supported": Case(lambda a, v, g: a.is_fp16_supported(), True),
@@ -472,6 +476,7 @@ BACKENDS: dict[str, Backend] = {
             "Event": lambda got: 0 <= got < 1000,
             **{name: HOST_FIGURE for name in CASES if "memory_" in name and name.endswith(("ed", "s", "memory"))},
             "total_memory": HOST_FIGURE,
+            "device_properties": HOST_FIGURE,
             "available_memory": HOST_FIGURE,
             **{name: lambda got: got[0] == [None] * 7 for name in CASES if name.startswith("reset")},
             "is_fp16_supported": lambda got: isinstance(got, bool),
@@ -568,6 +573,7 @@ BACKENDS: dict[str, Backend] = {
                     "max_memory_cached": 5,
                     "memory_stats": 3,
                     "total_memory": 80,
+                    "device_properties": 80,
                 }.items()
             },
             **{
