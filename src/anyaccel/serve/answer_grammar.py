@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from anyaccel.serve.api_errors import wrong
 from anyaccel.serve.contract import Grammar
 from anyaccel.serve.json_schema import EMPTY_OBJECT, moved
 from anyaccel.serve.reasoning import BEGIN, END
@@ -31,9 +32,16 @@ def parameter_grammars(tools: Tools) -> list[Grammar]:
     Raises:
         ApiError: a schema cannot be used.
     """
-    return [
-        schema_grammar(parameters_of(tool), f"tools[{place}].function.parameters") for place, tool in enumerate(tools)
-    ]
+    found = []
+    for place, tool in enumerate(tools):
+        param, schema = f"tools[{place}].function.parameters", parameters_of(tool)
+        kind = schema.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise wrong(
+                param, f"type is {json.dumps(kind)[:40]}: arguments are an object; put it into one of its properties"
+            )
+        found.append(schema_grammar(schema, param))
+    return found
 
 
 def required_calls(tools: Tools, most: int | None) -> Grammar:

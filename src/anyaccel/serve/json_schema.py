@@ -15,8 +15,17 @@ _ONE = (
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
-# Those that llguidance holds a text to.
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# Those that llguidance holds a text to, and what a text also fits: numbers end, and programs read the dates and times
+# (Python has no year 0 and no leap seconds). A small model goes on as long as a format lets it.
+_YEAR = r"^(\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
+FORMATS = {
+    "date-time": _YEAR + r".{13}[0-5]\d(\.\d{1,6})?[Zz+-]",
+    "time": r"^.{6}[0-5]\d(\.\d{1,6})?[Zz+-]",
+    "date": _YEAR,
+    "duration": r"^\D+(\d{1,4}\D+)*$",
+    "email": r"^[^@]{1,64}@.{1,255}$",
+    **dict.fromkeys(("hostname", "ipv4", "ipv6", "uuid", "uri")),
+}
 # Keywords that say which properties there may be beside those with a name.
 _OPEN = {"additionalProperties", "unevaluatedProperties"}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -94,9 +103,9 @@ def prepared(root: Any) -> Any:
     An object that names properties has no others unless the schema says so, as with vLLM's
     `disable_additional_properties`: nothing else would make a small model end its object. What several schemas say of
     one object (`allOf`, alternatives beside `properties`) is closed where they are put together, with the properties of
-    all of them, since each alone would forbid the others'. Of a pattern with look-around and a format, the format is
-    kept: no grammar can hold the pattern. Nor can one hold items to be unique, but there are at most as many as there
-    are values.
+    all of them, since each alone would forbid the others'. No grammar can hold a pattern with look-around: beside a
+    format, the format is kept, and an alternative with such a pattern is left out. Nor can one hold items to be unique,
+    but there are at most as many as there are values.
     """
     parts: set[int] = set()
     joining: set[int] = set()
@@ -125,9 +134,11 @@ def prepared(root: Any) -> Any:
             made |= _named_by(root, schema["propertyNames"], made.get("additionalProperties", True))
         if id(schema) not in parts:
             made |= _closing(root, schema, made, id(schema) in joining)
-        pattern = schema.get("pattern")
-        if schema.get("format") in FORMATS and isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
-            del made["pattern"]
+        if (form := _known_format(schema)) and ("pattern" not in schema or _looks_around(schema)):
+            made.pop("pattern", None)
+            made |= {"pattern": bound} if (bound := FORMATS[form]) else {}
+        if isinstance(made.get("anyOf"), list):
+            made["anyOf"] = _held(made["anyOf"])
         if schema.get("uniqueItems") is True and (count := _values(root, schema.get("items"))):
             most = schema.get("maxItems")
             made["maxItems"] = min(count, most) if isinstance(most, int) else count
@@ -135,6 +146,26 @@ def prepared(root: Any) -> Any:
 
     find(root)
     return copied(root)
+
+
+def _known_format(schema: Mapping[str, Any]) -> str:
+    """The format of a schema that an answer is held to, or ""."""
+    form = schema.get("format")
+    return form if isinstance(form, str) and form in FORMATS else ""
+
+
+def _looks_around(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
+
+
+def _held(alternatives: list[Any]) -> list[Any]:
+    """The alternatives without those that no grammar can hold, where others than null are left.
+
+    So a Decimal of pydantic, a number or a text with such a pattern, becomes a number.
+    """
+    left = [each for each in alternatives if not _looks_around(each)]
+    return left if any(isinstance(each, Mapping) and each.get("type") != "null" for each in left) else alternatives
 
 
 def _named_by(root: Any, names: Any, value: Any) -> dict[str, Any]:

@@ -246,6 +246,23 @@ _A, _B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type
         ),
         ({"type": "object", "propertyNames": {"maxLength": 2}}, ['{"abc": null}'], ["[]"]),
         ({"type": "string", "format": "email", "pattern": "^(?!x).*$"}, ['"a@b.org"'], ['"b"']),
+        # What pydantic 2.12 says of a Decimal.
+        (
+            {"anyOf": [{"type": "number"}, {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}, {"type": "null"}]},
+            ["1.5", "null"],
+            ['"1.5"', '"x"'],
+        ),
+        # Of formats, what programs read; small models would write digits without end.
+        ({"format": "time"}, ['"12:00:59Z"', '"12:00:00.123456+01:00"'], ['"12:00:60Z"', '"12:00:00.1234567Z"']),
+        (
+            {"format": "date-time"},
+            ['"2024-02-29T12:00:00.1Z"', '"1990-01-01T00:00:00-10:00"'],
+            ['"0000-01-01T00:00:00Z"', '"2024-02-29T12:00:00.1234567Z"', '"2024-02-29T12:00:60Z"'],
+        ),
+        ({"format": "date", "type": "string"}, ['"2000-01-31"', '"0476-09-04"'], ['"0000-01-01"']),
+        ({"format": "duration"}, ['"P1DT12H"', '"P2W"', '"PT0S"'], ['"P12345D"']),
+        ({"format": "email"}, [f'"{"a" * 64}@b.org"'], [f'"{"a" * 65}@b.org"']),
+        ({"format": "date-time", "pattern": "^2"}, ['"2024-02-29T12:00:00Z"'], ['"1990-01-01T00:00:00Z"']),
     ],
 )  # fmt: skip
 def test_schemas_as_clients_write_them(plain: Taker, schema: Any, right: list[str], wrong: list[str]) -> None:
@@ -365,6 +382,22 @@ def test_a_call_that_is_required_beside_a_format_is_made(choice: Any) -> None:
     (made,) = chat(engine, {"tools": [CLOCK], "tool_choice": choice, **_JSON}).json["choices"]
     assert made["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
     assert engine.requests[0].grammar is not None and engine.requests[0].grammar.kind == "json_schema"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_arguments_are_an_object(choice: Any) -> None:
+    """OpenAI refuses others too: clients read arguments as an object, and a call without one was lost."""
+    for kind, status in (
+        ("array", 400),
+        (["string", "null"], 400),
+        (5, 400),
+        ("object", 200),
+        (["object", "null"], 200),
+    ):
+        answer = chat(FakeEngine("{}"), {"tools": [CLOCK, tool("f", {"type": kind})], "tool_choice": choice})
+        assert answer.status == status, (kind, answer.json)
+        if status == 400:
+            assert answer.json["error"]["param"] == "tools[1].function.parameters"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "clock"}}, None])
