@@ -266,9 +266,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--port {options.port}: must be 0 to 65535")
     if not all(options.api_key) or not all(options.served_model_name):
         raise UsageError("--api-key and --served-model-name: must not be empty")
-    for origin in options.allowed_origins:
-        if origin != "*" and ("://" not in origin or origin.endswith("/")):
-            raise UsageError(f"--allowed-origins {origin}: must be as in https://chat.example.com, without a path")
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -277,7 +274,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         host=options.host,
         port=options.port,
         keys=(*options.api_key, *([given] if given else [])),
-        origins=tuple(options.allowed_origins),
+        origins=tuple(map(listening.origin_of, options.allowed_origins)),
         root_path=options.root_path,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from anyaccel.errors import UsageError
 
@@ -67,6 +68,30 @@ def check(settings: Settings) -> None:
         )
     if settings.root_path and (not settings.root_path.startswith("/") or settings.root_path.endswith("/")):
         raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")
+
+
+def origin_of(given: str) -> str:
+    """A site as browsers name it: in lower case, and without its scheme's own port; "*" stays.
+
+    Raises:
+        UsageError: it is no site, or several.
+    """
+    if given == "*":
+        return given
+    try:
+        parts = urlsplit(given)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        is_site = bool(scheme and host) and parts[2:] == ("", "", "") and not set("*,@") & set(parts.netloc)
+    except ValueError:
+        is_site = False
+    if not is_site:
+        raise UsageError(
+            f"--allowed-origins {given}: must be one site as in https://chat.example.com, without a path; "
+            "the option may be given several times, and * means all sites"
+        )
+    shown = f"[{host}]" if ":" in (host or "") else host
+    own = {"http": 80, "https": 443}.get(scheme)
+    return f"{scheme}://{shown}" if port in (None, own) else f"{scheme}://{shown}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -41,6 +41,7 @@ class JsonSchemaFormat(Shape):
 class ResponseFormat(Shape):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    object_schema: dict[str, Any] | bool | None = Field(None, alias="schema")  # llama.cpp's, beside json_object
 
 
 Regex = Annotated[str, Field(min_length=1, max_length=limits.MOST_REGEX)]

@@ -291,7 +291,7 @@ async def responses(front: Front, request: ResponsesRequest, key: str) -> Respon
     if form is not None:
         # `text.format` has the fields of `response_format`, without the level `json_schema`.
         schema = JsonSchemaFormat.model_validate({"schema": form.json_schema}) if form.json_schema is not None else None
-        wanted = ResponseFormat(type=form.type, json_schema=schema)
+        wanted = ResponseFormat(type=form.type, json_schema=schema, schema=form.json_schema)
     choice: str | NamedTool | None
     if isinstance(request.tool_choice, NamedFunction):
         choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))

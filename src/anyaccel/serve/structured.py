@@ -72,6 +72,8 @@ def response_grammar(wanted: ResponseFormat | None, param: str = "response_forma
     """
     if wanted is None or wanted.type == "text":
         return None
+    if wanted.type == "json_object" and wanted.object_schema is not None:
+        return schema_grammar(wanted.object_schema, f"{param}.schema")
     if wanted.type == "json_object":
         return Grammar("json_object", param=param)
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:

@@ -207,6 +207,10 @@ def test_a_template_cannot_reach_what_is_outside_of_it() -> None:
     ("given", "wanted"),
     [
         ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "integer"}}},
+            Grammar("json_schema", '{"type": "integer"}'),
+        ),
         ({"response_format": {"type": "text"}}, None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},

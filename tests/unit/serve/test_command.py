@@ -38,6 +38,7 @@ from anyaccel.serve.listening import Settings
         (["--api-key", "schlüssel"], "printable ASCII"),
         (["--api-key", "from-a-file\n"], "printable ASCII"),
         (["--allowed-origins", "example.com"], "--allowed-origins example.com"),
+        (["--allowed-origins", "http://a.org,http://b.org"], "one site as in https://chat.example.com"),
         (["--ssl-keyfile", "x"], "both are needed"),
         (["--ssl-keyfile", "/nonexistent", "--ssl-certfile", "/nonexistent"], "no such file"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "not a certificate"),
@@ -49,6 +50,29 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pyte
     assert main(["serve", *arguments]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("http://localhost:5173", "http://localhost:5173"),
+        ("HTTPS://Chat.Example.com", "https://chat.example.com"),
+        ("https://a.org:443", "https://a.org"),
+        ("http://a.org:80", "http://a.org"),
+        ("http://a.org:443", "http://a.org:443"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ("*", "*"),
+        *((wrong, None) for wrong in ("a.org", "null", "", "a.org:80", "http://", "http://a.org/", "http://a.org/x")),
+        *((wrong, None) for wrong in ("http://a.org,http://b.org", "https://*.a.org", "http://u@a.org", "http://a:x")),
+    ],
+)
+def test_an_origin_is_what_browsers_send(given: str, origin: str | None) -> None:
+    if origin is not None:
+        assert listening.origin_of(given) == origin
+        return
+    with pytest.raises(UsageError, match="--allowed-origins"):
+        listening.origin_of(given)
 
 
 def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:

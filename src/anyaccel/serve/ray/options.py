@@ -13,6 +13,7 @@ from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.serve.listening import origin_of
 from anyaccel.serve.settings import EngineSettings
 
 
@@ -85,6 +86,11 @@ class Options(BaseModel):
     def _several(cls, given: Any) -> Any:
         """Turn a single value into a list, since the command line has no lists."""
         return [given] if isinstance(given, str) else given
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, given: list[str]) -> list[str]:
+        return [origin_of(each) for each in given]
 
     @field_validator("group_size", mode="before")
     @classmethod
