@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The compiler's stand-ins for what a user's function asks; they speak for the user.
-_FOR_USERS = "torch._dynamo.variables"
+# The compiler where it speaks for the user: its stand-ins for what a function asks, and the guards that ask it again,
+# which are run from `eval_frame`.
+_FOR_USERS = ("torch._dynamo.variables", "torch._dynamo.guards", "torch._dynamo.eval_frame")
 
 
 def asked_by_torch(depth: int = 2) -> bool:

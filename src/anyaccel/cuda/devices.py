@@ -5,7 +5,8 @@ A torch.device("cuda") stays what it is until something uses it, so that a progr
 (`device.type == "cuda"`, isinstance, TorchScript's constants) have the answers that they have on a GPU.
 
 Copies stay copies. On a GPU `.cuda()` and `.cpu()` copy, and programs keep the result: a snapshot of weights, a buffer
-that is filled again. Where the CPU is the accelerator the same calls would return the tensor itself.
+that is filled again. Where the CPU is the accelerator the same calls would return the tensor itself. Only leaves that
+require gradients stay themselves: those are on the GPU already, and a copy would not be a leaf any more.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _NEW = ("new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+
+_SHARING = ("as_tensor", "asarray")  # they copy between devices, and share memory on one
 
 _accelerator: Accelerator
 _on_host = False  # whether the CPU is the accelerator
@@ -92,6 +95,8 @@ def _hashable(functions: Any) -> Any:
 
 
 def _factory(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    shares = _on_host and original.__name__ in _SHARING
+
     def make(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and is_cuda(device):
@@ -99,7 +104,8 @@ def _factory(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             kwargs["device"] = here(device)
         if _on_host and kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # there is no device that would copy from it
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        return result.clone() if shares and is_cuda(device) and kwargs.get("copy") is not False else result
 
     make.__name__ = make.__qualname__ = name.rpartition(".")[2]
     make.__module__, make.__doc__ = name.rpartition(".")[0], original.__doc__
@@ -112,7 +118,8 @@ def _make_methods() -> None:
 
     def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
         device = args[0] if args else kwargs.get("device")
-        if is_cuda(device):
+        to_gpu = is_cuda(device)
+        if to_gpu:
             note("Tensor.to", MATCHED)
             device = here(device)
         elif not _on_host or (device != "cpu" and not (isinstance(device, torch.device) and device.type == "cpu")):
@@ -121,7 +128,7 @@ def _make_methods() -> None:
             args = (device, *args[1:])
         else:
             kwargs["device"] = device
-        if _on_host and len(args) < 4 and self.device.type == "cpu":
+        if _on_host and len(args) < 4 and self.device.type == "cpu" and not (to_gpu and _is_trained(self)):
             kwargs["copy"] = True
         return to(self, *args, **kwargs)
 
@@ -130,7 +137,7 @@ def _make_methods() -> None:
     ) -> Any:
         note("Tensor.cuda", MATCHED)
         where = here("cuda" if device is None else device)
-        copy = _on_host and self.device.type == "cpu"
+        copy = _on_host and self.device.type == "cpu" and not _is_trained(self)
         return to(self, where, non_blocking=non_blocking, copy=copy, memory_format=memory_format)
 
     def to_cpu(self: Any, memory_format: Any = torch.preserve_format) -> Any:
@@ -161,17 +168,23 @@ def _make_methods() -> None:
     tensor.is_cuda = property(
         lambda self: truth(self) if asked_by_torch() else _accelerator.on_accelerator(self), doc="As Tensor.is_cuda."
     )
+    torch.nn.utils.rnn.PackedSequence.is_cuda = property(  # type: ignore[method-assign, assignment]
+        lambda self: _accelerator.on_accelerator(self.data)
+    )
     tensor.pin_memory = functools.wraps(tensor.pin_memory)(lambda self, device=None: _accelerator.pin_memory(self))
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         _make_storage(storage)
-    module_to = torch.nn.Module.to
-    torch.nn.Module.to = functools.wraps(module_to)(  # type: ignore[method-assign]
-        lambda self, *args, **kwargs: module_to(
-            self, *map(_of_index, args), **{k: _of_index(v) for k, v in kwargs.items()}
-        )
+    parse: Any = torch._C._nn._parse_to  # of nn.Module.to, PackedSequence.to and others
+    torch._C._nn._parse_to = functools.wraps(parse)(
+        lambda *args, **kwargs: parse(*map(_of_index, args), **{k: _of_index(v) for k, v in kwargs.items()})
     )
     set_default = torch.set_default_tensor_type
     torch.set_default_tensor_type = functools.wraps(set_default)(lambda t: set_default(_type_here(t)))
+
+
+def _is_trained(tensor: Any) -> bool:
+    """Whether a copy would hide a leaf from its gradients; Module.cuda, which replaces the data, records none."""
+    return bool(tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled())
 
 
 def _of_index(value: Any) -> Any:
@@ -229,13 +242,35 @@ def _make_contexts() -> None:
     begin = context.__init__
     context.__init__ = functools.wraps(begin)(lambda self, device: begin(self, here(device)))
     torch.Generator = _generator(torch.Generator)  # type: ignore[misc]
+    synchronize = torch.accelerator.synchronize  # compiled graphs call it for torch.cuda's
+    torch.accelerator.synchronize = functools.wraps(synchronize)(
+        lambda device=None, /: _accelerator.synchronize() if is_cuda(device) else synchronize(device)
+    )
     files: Any = torch.jit._serialization
     checked = files.validate_map_location
     files.validate_map_location = functools.wraps(checked)(lambda location=None: checked(here(location)))
+    torch.random.fork_rng = _forked(torch.random.fork_rng)
     autocast: Any = torch.amp.autocast_mode.autocast
     scaler: Any = torch.amp.grad_scaler.GradScaler
     autocast.__init__ = _precision(autocast.__init__, "autocast")
     scaler.__init__ = _precision(scaler.__init__, "GradScaler")
+
+
+def _forked(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fork_rng(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        if is_cuda(values["device_type"]) or values["device_type"] is None:
+            values["device_type"] = _accelerator.device().type
+            if _on_host:
+                values["devices"] = []  # the CPU's state is kept in any case
+        return original(*given.args, **given.kwargs)
+
+    return fork_rng
 
 
 def _generator(original: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anyaccel.cuda.devices import here, is_cuda
+from anyaccel.cuda.imports import when_imported
 from anyaccel.cuda.report import CHANGED, MATCHED, note
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def install(accelerator: Accelerator) -> None:
     ddp: Any = nn.parallel.DistributedDataParallel
     ddp.__init__ = _without(ddp.__init__, "device_ids", "output_device")
     ddp._passing_sync_batchnorm_handle = lambda self, module: None  # it refuses what `_normalised` can do
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _shard_on_the_cpu)
     nn.parallel.data_parallel = _alone
     sync: Any = nn.SyncBatchNorm
     sync.forward = _normalised(sync.forward)
@@ -115,6 +118,23 @@ def _of_type(original: Callable[..., Any], accelerator: Accelerator, method: boo
         return original(*args, **kwargs)
 
     return make
+
+
+def _shard_on_the_cpu(module: Any) -> None:
+    """FSDP looks for a GPU unless the device that it is given is the CPU, which has no index."""
+    fsdp = module.FullyShardedDataParallel
+    original = fsdp.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def begin(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["device_id"] is None or is_cuda(given.arguments["device_id"]):
+            given.arguments["device_id"] = torch.device("cpu")
+        original(*given.args, **given.kwargs)
+
+    fsdp.__init__ = begin
 
 
 def _alone(

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.cuda.imports import when_imported
 from anyaccel.cuda.report import ABSENT, note
 from anyaccel.errors import CapabilityError
 
@@ -20,32 +21,7 @@ class CudaExtensionError(CapabilityError, ImportError):
 
 def install(accelerator: Accelerator) -> None:
     """Refuse CUDA sources in torch.utils.cpp_extension, when it is imported."""
-    import importlib.util
-    import sys
-
-    name = "torch.utils.cpp_extension"
-    if name in sys.modules:
-        _refuse_in(sys.modules[name], accelerator)
-        return
-
-    class Finder:
-        @staticmethod
-        def find_spec(wanted: str, path: Any = None, target: Any = None) -> Any:
-            if wanted != name:
-                return None
-            sys.meta_path.remove(Finder)
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                run = spec.loader.exec_module
-
-                def exec_module(module: Any) -> None:
-                    run(module)
-                    _refuse_in(module, accelerator)
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-            return spec
-
-    sys.meta_path.insert(0, Finder)
+    when_imported("torch.utils.cpp_extension", lambda module: _refuse_in(module, accelerator))
 
 
 def _refuse_in(module: Any, accelerator: Accelerator) -> None:

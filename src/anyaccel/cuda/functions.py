@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Answers that do not change while a program runs: the compiler takes them as constants.
 _CONSTANT = {"is_available", "device_count", "current_device", "is_bf16_supported", "is_initialized"}
 _SUBMODULES = ("memory", "random", "streams", "graphs")
-# torch's own ways to start CUDA and to wait for its start, which packages call.
-_NOTHING = ("init", "_lazy_init", "ipc_collect", "set_sync_debug_mode")
+# What changes no result: torch's own ways to start CUDA, which packages call, and limits.
+_NOTHING = ("init", "_lazy_init", "ipc_collect", "set_sync_debug_mode", "set_per_process_memory_fraction")
 
 
 def install(accelerator: Accelerator) -> None:
@@ -55,6 +55,19 @@ def install(accelerator: Accelerator) -> None:
             setattr(place, name, kind)
     _graphs(accelerator)
     _ranges(accelerator)
+    if accelerator.device().type == "cpu":
+        _on_host()
+
+
+def _on_host() -> None:
+    """What a CPU has under torch's own names, or not at all."""
+    sparse: Any = torch.cuda.sparse
+    for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "ByteTensor"):
+        setattr(sparse, name, getattr(torch.sparse, name))
+    # Programs that allow only a GPU's kernels of attention would have none: the one that computes every case stays.
+    inner: Any = torch._C
+    allow = inner._set_sdp_use_math
+    inner._set_sdp_use_math = lambda enabled: allow(True)
 
 
 def _places(name: str) -> Iterator[ModuleType]:
@@ -243,4 +256,7 @@ def _ranges(accelerator: Accelerator) -> None:
     nvtx.range_push = functools.wraps(nvtx.range_push)(lambda msg: accelerator.range_push(msg))
     nvtx.range_pop = functools.wraps(nvtx.range_pop)(lambda: accelerator.range_pop())
     nvtx.range = marked
+    profiler: Any = torch.cuda.profiler  # which range an external tool records
+    profiler.start = functools.wraps(profiler.start)(lambda: None)
+    profiler.stop = functools.wraps(profiler.stop)(lambda: None)
     nvtx.mark = functools.wraps(nvtx.mark)(lambda msg: None)

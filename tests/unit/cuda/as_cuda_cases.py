@@ -347,6 +347,97 @@ def process_groups() -> None:
             dist.destroy_process_group()
 
 
+@case
+def copies_of_what_lies_in_host_memory() -> None:
+    import numpy
+
+    for make in (torch.as_tensor, torch.asarray):
+        for data in (numpy.ones(3), torch.ones(3)):
+            made = make(data, device="cuda")
+            made += 1
+            assert data.sum() == 3, make
+    leaf = torch.zeros(3, device="cuda", requires_grad=True)
+    leaf.to("cuda").sum().backward()
+    assert leaf.grad is not None
+    assert leaf.cuda().is_leaf
+    assert leaf.to("cuda:0").is_leaf
+    assert not leaf.detach().cuda().data_ptr() == leaf.data_ptr() != leaf.detach().cpu().data_ptr()
+
+
+@case
+def indices_of_devices_wherever_torch_parses_them() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), [3, 2])
+    assert packed.to(0).is_cuda
+    assert nn.Linear(2, 2, device="meta").to_empty(device=0).weight.is_cuda
+    assert nn.Linear(2, 2).to(0, torch.float64).weight.dtype == torch.float64
+
+
+@case
+def random_states_are_kept() -> None:
+    for options in ({"devices": [0]}, {}, {"device_type": "cuda"}, {"devices": ["cuda:0"]}):
+        torch.manual_seed(1)
+        with torch.random.fork_rng(**options):
+            torch.randn(2, device="cuda")
+        after = torch.randn(2, device="cuda")
+        torch.manual_seed(1)
+        assert torch.equal(after, torch.randn(2, device="cuda"))
+
+
+@case
+def attention_with_kernels_of_a_gpu_only() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    x = torch.randn(1, 2, 8, 16).cuda()
+    attend = nn.functional.scaled_dot_product_attention
+    for kinds in ([SDPBackend.CUDNN_ATTENTION], [SDPBackend.EFFICIENT_ATTENTION], SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kinds):
+            assert torch.allclose(attend(x, x, x), attend(x.cpu(), x, x))
+            attend(x, x, x, dropout_p=0.1)
+    torch.backends.cuda.enable_math_sdp(False)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        attend(x, x, x)
+
+
+@case
+def limits_ranges_and_old_names() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    torch.cuda.memory.set_per_process_memory_fraction(0.5, 0)
+    with torch.cuda.profiler.profile():
+        pass
+    places = torch.tensor([[0, 1], [1, 0]])
+    assert torch.cuda.sparse.FloatTensor(places, torch.ones(2), torch.Size([2, 2])).to_dense()[0, 1] == 1
+
+
+@case
+def compiled_code_that_asks_torch_cuda() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return x + torch.cuda.current_device() + torch.cuda.device_count()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    x = torch.ones(2).cuda()
+    for _ in range(2):
+        assert torch.equal(compiled(x), step(x))
+
+
+@case
+def sharded_models() -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+        try:
+            for options in ({"device_id": torch.cuda.current_device()}, {"device_id": torch.device("cuda:0")}, {}):
+                model: Any = FullyShardedDataParallel(nn.Linear(2, 2).cuda(), **options)
+                model(torch.ones(1, 2).cuda()).sum().backward()
+            model = nn.Linear(2, 2).cuda()
+            fully_shard(model)
+            model(torch.ones(1, 2).cuda()).sum().backward()
+        finally:
+            dist.destroy_process_group()
+
+
 def main() -> None:
     found = {}
     for name, function in CASES.items():
