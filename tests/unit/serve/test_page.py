@@ -29,6 +29,90 @@ const [store, ...browsers] = JSON.parse(require("node:fs").readFileSync(0));
 """
 
 
+# A tab with a browser that has room for `room` characters; `other` is what another tab does.
+TAB = """
+const kept = new Map(Object.entries(JSON.parse(process.argv[2])));
+globalThis.localStorage = new Proxy({}, {
+  ownKeys: () => [...kept.keys()],
+  getOwnPropertyDescriptor: () => ({ enumerable: true, configurable: true }),
+  get: (_, name) => ({
+    getItem: (key) => kept.get(key) ?? null,
+    removeItem: (key) => kept.delete(key),
+    setItem(key, value) {
+      if (value.length > globalThis.room) throw new Error("full");
+      kept.set(key, value);
+    },
+  })[name],
+});
+globalThis.sessionStorage = globalThis.localStorage;
+let storage;
+globalThis.addEventListener = (_, told) => (storage = told);
+globalThis.room = Infinity;
+globalThis.other = (key, value) => {
+  kept.set(key, JSON.stringify(value));
+  storage({ key });
+};
+globalThis.stored = () => [...kept.values()].map((each) => JSON.parse(each));
+"""
+FULL = """
+const page = await import("./conversations.js");
+const texts = (one) => one.messages.map((each) => each.content).join();
+const mine = { ...page.create(), title: "t" };
+const say = (content) => {
+  mine.messages.push({ role: "user", content });
+  page.keep(mine);
+};
+say("a");
+room = 0;
+say("b");
+say("c");
+const alone = page.all().map((each) => [each.title, texts(each)]);
+const [theirs] = stored();
+theirs.messages.push({ role: "user", content: "d" });
+other("anyaccel.conversation." + mine.id, { ...theirs, revision: "other" });
+const after = texts(mine);
+room = Infinity;
+say("e");
+console.log(JSON.stringify([alone, after, stored().map((each) => [each.title, texts(each)]), page.isUnsaved()]));
+"""
+
+
+def run_tab(folder: Path, program: str, kept: dict[str, Any]) -> Any:
+    """What a tab's program says, with what the browser has kept before."""
+    assert NODE is not None
+    for name in ("store.js", "conversations.js"):
+        shutil.copy(STORE.parent / name, folder)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "tab.js").write_text(TAB + program)
+    command = [NODE, str(folder / "tab.js"), json.dumps({name: json.dumps(value) for name, value in kept.items()})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="no node")
+def test_what_a_full_browser_does_not_keep_stays_as_it_is(tmp_path: Path) -> None:
+    """It is no copy unless another tab changes the conversation, and what that tab keeps does not replace it."""
+    alone, after, stored, is_unsaved = run_tab(tmp_path, FULL, {})
+    assert alone == [["t", "a,b,c"]]
+    assert after == "a,b,c"
+    assert sorted(stored) == [["t", "a,d"], ["t (2)", "a,b,c,e"]] and not is_unsaved
+
+
+@pytest.mark.skipif(NODE is None, reason="no node")
+def test_what_is_no_conversation_is_left_alone(tmp_path: Path) -> None:
+    text = {"role": "user", "content": "x"}
+    told = [None, {"role": "user"}, {"content": "x"}, {"role": "user", "content": 5}, "x"]
+    kept = {
+        f"anyaccel.conversation.{place}": {"id": str(place), "messages": [text, each]}
+        for place, each in enumerate(told)
+    }
+    kept["anyaccel.conversation.good"] = {"id": "good", "messages": [text]}
+    program = 'const page = await import("./conversations.js");\n'
+    program += "console.log(JSON.stringify([page.all().map((each) => each.id), stored().length]));"
+    assert run_tab(tmp_path, program, kept) == [["good"], len(kept)]
+
+
 @pytest.mark.skipif(NODE is None, reason="no node")
 def test_only_what_somebody_has_set_is_said() -> None:
     """An earlier version kept a temperature and a top-p that it said unasked: those are nobody's."""

@@ -23,7 +23,8 @@ export function create() {
   return { id: newId(), title: "", system: "", messages: [], changed: Date.now() };
 }
 
-const isOne = (value) => Boolean(value) && typeof value.id === "string" && Array.isArray(value.messages);
+const isMessage = (value) => typeof value?.role === "string" && typeof value.content === "string";
+const isOne = (value) => typeof value?.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
 
 const writeFormer = (list) => (list.length ? write(FORMER, list) : removeKey(FORMER));
 
@@ -76,11 +77,16 @@ export function keep(conversation) {
     conversation.title = `${conversation.title} (2)`;
   }
   conversation.changed = Date.now();
-  conversation.revision = newId();
   if (!list.includes(conversation)) list.push(conversation);
   sort();
-  if (write(OWN + conversation.id, conversation)) unsaved.delete(conversation);
-  else unsaved.add(conversation);
+  const { revision } = conversation;
+  conversation.revision = newId();
+  if (write(OWN + conversation.id, conversation)) {
+    unsaved.delete(conversation);
+  } else {
+    conversation.revision = revision; // of what is there still
+    unsaved.add(conversation);
+  }
   return !unsaved.has(conversation);
 }
 
@@ -115,8 +121,8 @@ export function stateOf(message) {
 export const exported = () => JSON.stringify(list, null, 1);
 
 /**
- * Tell what other tabs do: `changed(conversation, isRemoved)`. While a conversation `isBusy`, their changes of it are left
- * for `keep` to find.
+ * Tell what other tabs do: `changed(conversation, isRemoved)`. While a conversation `isBusy`, or is not kept, their changes
+ * of it are left for `keep` to find.
  */
 export function watch(told) {
   watcher = told;
@@ -127,7 +133,7 @@ function take(key) {
   const there = read(key, null);
   const here = list.find((each) => each.id === id);
   if (isOne(there) && here) {
-    if (watcher.isBusy(here)) return;
+    if (watcher.isBusy(here) || unsaved.has(here)) return;
     for (const name of Object.keys(here)) delete here[name];
     Object.assign(here, there);
     sort();
