@@ -13,7 +13,7 @@ from anyaccel.serve.api_errors import ApiError, api_error, wrong
 from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.json_text import event
-from anyaccel.serve.protocol import JsonSchemaFormat, ResponseFormat
+from anyaccel.serve.protocol import ResponseFormat
 from anyaccel.serve.protocol_chat import CalledFunction, Function, FunctionName, Message, NamedTool, Tool, ToolCall
 from anyaccel.serve.protocol_responses import InputItem, NamedFunction, ResponsesRequest
 from anyaccel.serve.rendering import text_of
@@ -289,9 +289,10 @@ async def responses(front: Front, request: ResponsesRequest, key: str) -> Respon
     form = request.text.format if request.text else None
     wanted = None
     if form is not None:
-        # `text.format` has the fields of `response_format`, without the level `json_schema`.
-        schema = JsonSchemaFormat.model_validate({"schema": form.json_schema}) if form.json_schema is not None else None
-        wanted = ResponseFormat(type=form.type, json_schema=schema, schema=form.json_schema)
+        # The schema is a field of `text.format`, as it may be of `response_format` beside json_object.
+        if form.type == "json_schema" and form.json_schema is None:
+            raise wrong("text.format.schema", "is required in a format of type json_schema")
+        wanted = None if form.type == "text" else ResponseFormat(type="json_object", schema=form.json_schema)
     choice: str | NamedTool | None
     if isinstance(request.tool_choice, NamedFunction):
         choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))

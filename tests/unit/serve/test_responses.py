@@ -104,7 +104,11 @@ def test_errors_before_and_in_the_answer() -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "http://x"}}}},
+            "text.format.schema",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
