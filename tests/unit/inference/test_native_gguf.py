@@ -247,14 +247,15 @@ def tensors_of(model: Any) -> dict[str, Any]:
 def llama3_divisors(dim: int, parameters: dict[str, Any]) -> Any:
     """As convert_hf_to_gguf.py's LlamaModel.generate_extra_tensors."""
     divisors = []
+    context = parameters["original_max_position_embeddings"]
     for index in range(0, dim, 2):
         wavelength = 2 * np.pi * parameters["rope_theta"] ** (index / dim)
-        if wavelength < 8192 / 4.0:
+        if wavelength < context / 4.0:
             divisors.append(1.0)
-        elif wavelength > 8192 / 1.0:
+        elif wavelength > context / 1.0:
             divisors.append(parameters["factor"])
         else:
-            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            smooth = (context / wavelength - 1.0) / (4.0 - 1.0)
             divisors.append(1 / ((1 - smooth) / parameters["factor"] + smooth))
     return np.array(divisors, np.float32)
 
@@ -281,6 +282,23 @@ def close(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(close, a, b))
     return bool(a == b)
+
+
+def test_rotary_divisors_of_another_first_context_than_metas(monkeypatch: Any, tmp_path: Path) -> None:
+    import torch
+
+    from anyaccel import init_inference
+
+    parameters = {**LLAMA3, "original_max_position_embeddings": 48}
+    monkeypatch.setitem(MODELS, "own-context", ("Llama", {"rope_parameters": parameters}, "llama", {}))
+    model = hugging_face_model("own-context").eval()
+    write_gguf(tmp_path / "model.gguf", "own-context", model)
+    ids = torch.arange(3, 33)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for runtime in ("native", "device"):
+        found = init_inference(str(tmp_path / "model.gguf"), dtype="fp32", runtime=runtime)(ids).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -277,7 +277,10 @@ def _yarn_mscale(values: Metadata) -> dict[str, Any]:
 
 
 def _llama3_scaling(values: Metadata) -> dict[str, Any]:
-    """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from."""
+    """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from.
+
+    Those of Meta's models are known; other divisors are taken one by one, as longrope does.
+    """
     factors = rope_factors(values, "rope_freqs.weight", values.rotated // 2)
     scaling = {
         "rope_type": "llama3",
@@ -292,5 +295,12 @@ def _llama3_scaling(values: Metadata) -> dict[str, Any]:
         smooth = (8192 / wavelength - 1.0) / 3.0
         expected = 1 / ((1 - min(max(smooth, 0.0), 1.0)) / max(factors) + min(max(smooth, 0.0), 1.0))
         if not math.isclose(found, expected, rel_tol=1e-3):
-            raise Unsupported(f"factors of rotary frequencies like those in {values.path} ('rope_freqs.weight')")
+            return {
+                "rope_type": "longrope",
+                "factor": 1.0,
+                "attention_factor": 1.0,
+                "short_factor": factors,
+                "long_factor": factors,
+                "original_max_position_embeddings": values.count("context_length"),
+            }
     return scaling
