@@ -98,6 +98,10 @@ class CommError(AnyAccelError, RuntimeError):
     """A collective could not be completed; the group it ran on is not usable any more."""
 
 
+class NoBackendError(UsageError, RuntimeError):
+    """A process group does not work on a device. torch asks for every type of device, and expects a RuntimeError."""
+
+
 class PeerLostError(CommError):
     """A peer process of a collective has died."""
 

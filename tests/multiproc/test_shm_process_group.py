@@ -77,6 +77,7 @@ def everything_of_torch() -> None:
     dist.all_gather_object(names, group.group_name)
     assert names == [group.group_name] * world != [""] * world
     assert group._get_backend(torch.device("cpu")).group_name == group.group_name
+    assert dist.distributed_c10d._get_process_group_uid(group) == -1  # torch asks for a backend of CUDA
     group.set_timeout(timedelta(seconds=77))
     options = group._get_backend(torch.device("cpu")).options
     assert (options.backend, options._timeout, options.group_name) == ("shm", timedelta(seconds=77), group.group_name)

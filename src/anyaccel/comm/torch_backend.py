@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Backend  # torch.distributed has another 
 
 from anyaccel.accelerator.base import HOST
 from anyaccel.comm.untraced import Untraced
-from anyaccel.errors import UsageError
+from anyaccel.errors import NoBackendError
 
 
 class _Synchronous:
@@ -35,10 +35,10 @@ class TorchBackend(Untraced):
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
         """
         Raises:
-            UsageError: the group does not support the device.
+            NoBackendError: the group does not support the device.
         """
         if torch.device(device).type != HOST.type:
-            raise UsageError(f"backend {group.name()} works on CPU tensors only, not on {device}")
+            raise NoBackendError(f"backend {group.name()} works on CPU tensors only, not on {device}")
         self._group = group
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import nn
 
+from anyaccel.cuda.callers import for_users
 from anyaccel.cuda.devices import here, is_cuda
 from anyaccel.cuda.imports import when_imported
 from anyaccel.cuda.report import CHANGED, MATCHED, note
@@ -30,11 +31,14 @@ def install(accelerator: Accelerator) -> None:
     on_host = accelerator.device().type == "cpu"
     dist.init_process_group = _group(dist.init_process_group, accelerator)
     dist.new_group = _group(dist.new_group, accelerator)
-    dist.is_nccl_available = functools.wraps(dist.is_nccl_available)(lambda: True)
+    dist.is_nccl_available = for_users(dist.is_nccl_available, lambda: True)
+    available = dist.is_backend_available
+    dist.is_backend_available = functools.wraps(available)(lambda backend: available(_backend(backend, accelerator)))
     dist.barrier = _without(dist.barrier, "device_ids") if on_host else dist.barrier
     for module in (dist.distributed_c10d,):
         module.init_process_group, module.new_group = dist.init_process_group, dist.new_group
         module.is_nccl_available, module.barrier = dist.is_nccl_available, dist.barrier
+        module.is_backend_available = dist.is_backend_available
     mesh: Any = dist.device_mesh
     mesh.DeviceMesh.__init__ = _of_type(mesh.DeviceMesh.__init__, accelerator, method=True)
     mesh.init_device_mesh = dist.init_device_mesh = _of_type(mesh.init_device_mesh, accelerator)
@@ -43,6 +47,7 @@ def install(accelerator: Accelerator) -> None:
     ddp: Any = nn.parallel.DistributedDataParallel
     ddp.__init__ = _without(ddp.__init__, "device_ids", "output_device")
     ddp._passing_sync_batchnorm_handle = lambda self, module: None  # it refuses what `_normalised` can do
+    ddp._check_comm_hook = _without_version_of_nccl(ddp._check_comm_hook)
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _shard_on_the_cpu)
     nn.parallel.data_parallel = _alone
     sync: Any = nn.SyncBatchNorm
@@ -135,6 +140,21 @@ def _shard_on_the_cpu(module: Any) -> None:
         original(*given.args, **given.kwargs)
 
     fsdp.__init__ = begin
+    from torch.distributed.fsdp import _init_utils
+
+    states: Any = _init_utils  # torch refuses to send weights that are on a CPU, which NCCL cannot
+    states._check_module_states_for_sync_module_states = lambda module_states: None
+
+
+def _without_version_of_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's check of hooks: those in bfloat16 ask for a version of NCCL, and every backend here adds bfloat16."""
+
+    @functools.wraps(original)
+    def check(self: Any, hook: Any) -> None:
+        if getattr(hook, "__name__", "") not in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+            original(self, hook)
+
+    return check
 
 
 def _alone(

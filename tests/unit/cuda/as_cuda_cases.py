@@ -438,6 +438,37 @@ def sharded_models() -> None:
             dist.destroy_process_group()
 
 
+@case
+def wrappers_of_models() -> None:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    def step(model: Any) -> None:
+        model(torch.ones(4, 2, device="cuda")).square().mean().backward()
+        assert any(p.grad is not None for p in model.parameters())
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+        try:
+            assert dist.is_backend_available("nccl")
+            assert dist.is_backend_available("cpu:gloo,cuda:nccl")
+            layers = [nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).cuda() for _ in range(4)]
+            step(FSDP(layers[0], device_id=torch.cuda.current_device(), sync_module_states=True))
+            step(FSDP(layers[1]))
+            hooked: Any = nn.parallel.DistributedDataParallel(layers[2], device_ids=[0])
+            hooked.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            step(hooked)
+            # torch asks for NCCL's classes where it is told that NCCL is there.
+            step(torch.compile(nn.parallel.DistributedDataParallel(layers[3], device_ids=[0]), backend="aot_eager"))
+            world: Any = dist.group.WORLD
+            assert dist.distributed_c10d._get_process_group_uid(world) == -1
+            dist.distributed_c10d._abort_process_group()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
 def main() -> None:
     found = {}
     for name, function in CASES.items():
