@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -158,7 +158,12 @@ class _Answers:
         return self.accelerator.device_properties(index_of(device)).name
 
     def get_device_properties(self, device: Any = None) -> Any:
-        return self.accelerator.device_properties(index_of(device))
+        known = self.accelerator.device_properties(index_of(device))
+        return SimpleNamespace(name=known.name, total_memory=known.total_memory, major=0, minor=0)
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """Older than any GPU: programs that ask take the way that needs nothing of CUDA."""
+        return (0, 0)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         index = index_of(device)

@@ -48,6 +48,8 @@ def questions_about_the_device() -> None:
     assert torch.cuda.get_device_properties("cuda:0").total_memory > 1 << 20
     free, total = torch.cuda.mem_get_info()
     assert 0 < free <= total
+    assert torch.cuda.get_device_capability() == (0, 0)  # older than any GPU: programs take their plainest way
+    assert torch.cuda.get_device_properties(0).major == 0
     assert isinstance(torch.cuda.memory_summary(), str)
     torch.cuda.set_device(0)
     assert torch.cuda.current_device() == 0
@@ -310,7 +312,7 @@ def what_there_is_not_is_one_error_that_names_it() -> None:
     from anyaccel.errors import CapabilityError
 
     for call in (
-        lambda: torch.cuda.get_device_capability(),
+        lambda: torch.cuda.temperature(),
         lambda: torch.cuda.utilization(),
         lambda: torch.cuda.CUDAGraph(),
         lambda: torch.cuda.cudart(),

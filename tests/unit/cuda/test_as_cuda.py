@@ -93,7 +93,7 @@ def test_the_report_counts_uses_by_place(tmp_path: Path) -> None:
         "for _ in range(3):\n"
         "    x = torch.zeros(2).cuda()\n"
         "try:\n"
-        "    torch.cuda.get_device_capability()\n"
+        "    torch.cuda.utilization()\n"
         "except NotImplementedError:\n"
         "    print('fallback')\n"
     )
@@ -106,7 +106,7 @@ def test_the_report_counts_uses_by_place(tmp_path: Path) -> None:
         "place": "use.py:3",
         "count": 3,
     }
-    assert uses["torch.cuda.get_device_capability"]["outcome"] == "not possible"
+    assert uses["torch.cuda.utilization"]["outcome"] == "not possible"
     done = run("-m", "anyaccel.cuda", "--report", "use.py", cwd=tmp_path)
     assert done.stdout == "fallback\n"
     assert re.search(r"matched +Tensor.cuda +3 +use.py:3", done.stderr)
