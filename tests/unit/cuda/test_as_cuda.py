@@ -78,7 +78,8 @@ def test_anyaccel_run_reaches_every_worker(tmp_path: Path) -> None:
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
         "x = torch.full((1,), float(dist.get_rank() + 1), device='cuda')\n"
         "dist.all_reduce(x)\n"
-        "print(int(x), torch.cuda.current_device() == dist.get_rank(), torch.cuda.device_count())\n"
+        "told = f'{int(x)} {torch.cuda.current_device() == dist.get_rank()} {torch.cuda.device_count()}'\n"
+        "os.write(1, f'{told}\\n'.encode())\n"  # in one piece: both ranks write
         "dist.destroy_process_group()\n"
     )
     command = ("-m", "anyaccel", "run", "--as-cuda", "--no_local_rank", "--num_accelerators", "2", "ranks.py")
