@@ -79,3 +79,17 @@ def test_a_packed_model_takes_no_adapters(runtime: str, tmp_path: Path) -> None:
         with pytest.raises((UsageError, ValueError), match=r"before init_inference.*runtime='plain'"):
             attempt()
     assert torch.equal(_logits(engine), want)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # PEFT's own, in generate
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts_around_a_packed_model_compute_as_in_peft(kind: str) -> None:
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    engine = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="torch")
+    expected = peft.get_peft_model(family_cases.build("llama").eval(), config).eval()
+    found = peft.get_peft_model(engine.module, config).eval()
+    found.prompt_encoder.load_state_dict(expected.prompt_encoder.state_dict())
+    torch.testing.assert_close(_logits(found), _logits(expected), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(_logits(found)[:, -IDS.shape[1] :], _logits(engine), atol=1e-2)
+    arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(found.generate(**arguments), expected.generate(**arguments))
