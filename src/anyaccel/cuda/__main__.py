@@ -38,8 +38,10 @@ def main(argv: list[str]) -> int:
     as_module = argv[0] == "-m"
     if as_module:
         argv.pop(0)
-    if not argv or (argv[0].startswith("-") and not as_module):
-        raise UsageError(f"{argv[0] if argv else '-m'}: needs a program to run; --help shows how")
+    if not argv:
+        raise UsageError("-m: needs the module to run; --help shows how")
+    if argv[0].startswith("-") and not as_module:
+        raise UsageError(f"{argv[0]}: no such option; --help lists them")
     if not as_module and not Path(argv[0]).exists():
         raise UsageError(f"{argv[0]}: no such file")
     install(Options(**dict.fromkeys(names, True)))

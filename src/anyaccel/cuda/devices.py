@@ -70,8 +70,8 @@ def install(accelerator: Accelerator) -> None:
 
 def _make_factories() -> None:
     """Functions that make tensors: torch's own list of those that heed a default device, and others."""
-    known = torch.utils._device._device_constructors()  # kept by torch: of the originals
-    places = [(torch, name) for name in dir(torch) if getattr(torch, name) in _hashable(known)]
+    known = set(map(id, torch.utils._device._device_constructors()))  # torch keeps its list: of the originals
+    places = [(torch, name) for name in dir(torch) if id(getattr(torch, name)) in known]
     places += [(torch.fft, name) for name in ("fftfreq", "rfftfreq")]
     places += [(torch, name) for name in _LIKE]
     for place, name in places:
@@ -81,17 +81,6 @@ def _make_factories() -> None:
         operator = torch.jit._builtins._find_builtin(original)  # type: ignore[no-untyped-call]
         if operator is not None:  # TorchScript knows functions by identity
             torch.jit._builtins._register_builtin(made, operator)
-
-
-def _hashable(functions: Any) -> Any:
-    class Known:
-        def __contains__(self, value: Any) -> bool:
-            try:
-                return value in functions
-            except TypeError:
-                return False
-
-    return Known()
 
 
 def _factory(original: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -126,4 +126,6 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
         cuda_job.Options.parse("report,amq")
     assert str(cuda_job.Options.parse("amp, report")) == "report,amp"
     assert run("-m", "anyaccel.cuda", "none.py", cwd=tmp_path).stderr == "anyaccel.cuda: none.py: no such file\n"
+    wrong = run("-m", "anyaccel.cuda", "--reprot", "none.py", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, "anyaccel.cuda: --reprot: no such option; --help lists them\n")
     assert "usage:" in run("-m", "anyaccel.cuda", "--help").stdout
