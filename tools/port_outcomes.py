@@ -65,6 +65,7 @@ class Program:
     hand: Changes = dataclasses.field(default_factory=dict)
     numbers: str = "losses"
     devices: int = 1
+    as_cuda: str = ""
     deadline: float = 120.0
 
 
@@ -248,7 +249,8 @@ def run(program: Program, way: str, git: Path, python: str, place: Path) -> Resu
         (copy / ".port").write_text(output)
         if code not in (0, 1):  # 1: places are left
             return Result(FAILED, f"anyaccel port: {first_error(output)}")
-    command = [python, *(["-m", "anyaccel.cuda"] if way == "as-cuda" else []), *shlex.split(program.run)]
+    mode = ["-m", "anyaccel.cuda", *shlex.split(program.as_cuda)] if way == "as-cuda" else []
+    command = [python, *mode, *shlex.split(program.run)]
     start = time.monotonic()
     code, output = within(program.deadline, command, copy / program.folder, settings)
     seconds = round(time.monotonic() - start, 1)

@@ -56,3 +56,48 @@ def tokens(path: str, count: int, high: int) -> None:
     """A file of token numbers in two bytes each."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Generator(0).randint(0, high, count).astype("<u2").tofile(path)
+
+
+def monotonic_align(path: str) -> None:
+    """A module with the alignment that speech synthesis compiles from Cython: the best path through each matrix."""
+    Path(path).write_text("""
+def maximum_path_c(paths, values, heights, widths):
+    for path, value, height, width in zip(paths, values, heights, widths):
+        best = value.copy()
+        for row in range(1, height):
+            for column in range(max(0, width + row - height), min(width, row + 1)):
+                stay = best[row - 1, column] if column < row else -1e9
+                best[row, column] += max(stay, best[row - 1, column - 1] if column else -1e9)
+        column = width - 1
+        for row in range(height - 1, -1, -1):
+            path[row, column] = 1
+            if column and (column == row or best[row - 1, column] < best[row - 1, column - 1]):
+                column -= 1
+""")
+
+
+def tacotron_layers(folder: str) -> None:
+    """The package beside WaveGlow that turns sound into mel spectra."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "layers.py").write_text("""
+import librosa, torch
+class STFT(torch.nn.Module):
+    def __init__(self, filter_length=1024, hop_length=256, win_length=1024):
+        super().__init__()
+        self.size = dict(n_fft=filter_length, hop_length=hop_length, win_length=win_length)
+        self.register_buffer("window", torch.hann_window(win_length))
+    def transform(self, sound):
+        spectrum = torch.stft(sound, **self.size, window=self.window, return_complex=True)
+        return spectrum.abs(), spectrum.angle()
+    def inverse(self, magnitude, phase):
+        return torch.istft(torch.polar(magnitude, phase), **self.size, window=self.window)[:, None]
+class TacotronSTFT(torch.nn.Module):
+    def __init__(self, filter_length, hop_length, win_length, sampling_rate, mel_fmin, mel_fmax):
+        super().__init__()
+        self.stft = STFT(filter_length, hop_length, win_length)
+        mel = librosa.filters.mel(sr=sampling_rate, n_fft=filter_length, n_mels=80, fmin=mel_fmin, fmax=mel_fmax)
+        self.register_buffer("mel", torch.from_numpy(mel).float())
+    def mel_spectrogram(self, sound):
+        return torch.log(torch.clamp(self.mel @ self.stft.transform(sound)[0], min=1e-5))
+""")
+    Path(folder, "stft.py").write_text("from layers import STFT\n")
