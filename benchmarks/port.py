@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long `anyaccel port` takes for 1,000 files on two cores.
 
-    python tools/port_packages.py fetch DIR && python benchmarks/port.py DIR/before
+    python benchmarks/port.py DIR    with checkouts of projects below DIR
 
 Files are drawn at random below DIR. "with CUDA" draws only from those in which the word stands. The processor time of
 the command and its workers stands beside the wall time: where other work shares the cores, it is what counts.

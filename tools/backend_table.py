@@ -32,15 +32,19 @@ VARIANTS = {
 # Names of methods, with blanks between them.
 GROUPS: dict[str, str] = {
     "Devices": (
-        "device_name device current_device_name current_device set_device device_count is_available synchronize"
+        "device_name device current_device_name current_device set_device device_guard device_count "
+        "is_available synchronize"
     ),
     "How it works": ("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),
-    "Random numbers": ("random manual_seed manual_seed_all initial_seed get_rng_state set_rng_state default_generator"),
+    "Random numbers": (
+        "random manual_seed manual_seed_all initial_seed get_rng_state set_rng_state get_rng_state_all "
+        "set_rng_state_all default_generator"
+    ),
     "Streams and events": "Stream stream current_stream default_stream Event",
     "Memory of a device": (
         "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
         "memory_stats reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached total_memory "
-        "available_memory device_properties empty_cache"
+        "available_memory mem_get_info memory_summary device_properties device_capability empty_cache"
     ),
     "Data types": "is_bf16_supported is_fp16_supported is_fp64_supported supported_dtypes",
     "Profiling, later calls, communication, Triton": (

@@ -4,7 +4,7 @@
 
     python tools/port_outcomes.py                          all programs, fetched from GitHub into .cache/port_outcomes
     python tools/port_outcomes.py nanogpt dcgan --ways as-cuda
-    python tools/port_outcomes.py --checkouts DIR --python PYTHON --json results.json --markdown docs/port-outcomes.md
+    python tools/port_outcomes.py --checkouts DIR --python PYTHON --json results.json --markdown PAGE
 
 The ways: as-is; by-hand (the device changed by hand, which the others are compared with); write (`anyaccel port
 --write`); unsafe (with --unsafe-fixes too); as-cuda (`python -m anyaccel.cuda`, the program unmodified). `again` is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classify with what train_cuda.py has saved, on an NVIDIA GPU; `anyaccel port --partial --write` ports it."""
+"""Classify with what train_cuda.py has saved, on an NVIDIA GPU; `anyaccel port --write` ports it."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small classifier on an NVIDIA GPU; `anyaccel port --partial --write` ports it.
+"""Train a small classifier on an NVIDIA GPU; `anyaccel port --write` ports it.
 
 python train_cuda.py [--steps 40]
 """

@@ -38,8 +38,17 @@ FUNCTIONS: dict[str, Method] = {
     **_same("memory_reserved max_memory_reserved memory_cached max_memory_cached", DEVICE),
     **_same("reset_max_memory_cached reset_peak_memory_stats", DEVICE),
     **_same("stream", ("stream", "stream")),
+    **_same("mem_get_info", DEVICE),
+    **_same("get_rng_state_all"),
+    **_same("memory_summary", DEVICE, ("abbreviated", "abbreviated")),
+    **_same("set_rng_state_all", ("new_states", "new_states")),
+    **_same("is_bf16_supported", ("including_emulation", "including_emulation")),
+    "get_device_properties": Method("device_properties", (DEVICE,)),
+    "get_device_capability": Method("device_capability", (DEVICE,)),
     "_lazy_call": Method("lazy_call", (("callable", "callback"),)),
 }
+# Context managers.
+CONTEXTS = {"device": Method("device_guard", (DEVICE,))}
 # Classes that the accelerator has under the same name; their arguments are the vendor's.
 CLASSES = ("Stream", "Event")
 TYPED_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")

@@ -152,11 +152,11 @@ def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, dev
 @installed
 @pytest.mark.parametrize("name", ["simd0", "cpu"])  # on the CPU: test_port.py
 def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> None:
-    """examples/porting, through `anyaccel port --partial --write`: the losses are the CPU's."""
+    """examples/porting, through `anyaccel port --write`: the losses are the CPU's."""
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
     for script in (REPOSITORY / "examples" / "porting").glob("*_cuda.py"):
         shutil.copy(script, tmp_path)
-    ported = run("-m", "anyaccel", "port", str(tmp_path), "--partial", "--write")
+    ported = run("-m", "anyaccel", "port", str(tmp_path), "--write")
     assert ported.returncode == 0, ported.stderr
     assert "0 left to you" in ported.stdout
     here = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '.'); sys.argv = sys.argv[:1]; "
@@ -180,7 +180,7 @@ def test_more_ported_scripts_train_to_the_same_losses(run: Run, name: str, tmp_p
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
     for script in MORE_PORTED_LOSSES:
         shutil.copy(REPOSITORY / "tests" / "data" / "port" / script, tmp_path)
-    ported = run("-m", "anyaccel", "port", str(tmp_path), "--partial", "--write")
+    ported = run("-m", "anyaccel", "port", str(tmp_path), "--write")
     assert ported.returncode == 0, ported.stderr
     here = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.argv = sys.argv[:1]; "
     for script, losses in MORE_PORTED_LOSSES.items():

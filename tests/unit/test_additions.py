@@ -39,7 +39,6 @@ from anyaccel.launch import devices, forward, runners
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.ops import builder as op_builder
 from anyaccel.ops import in_tree
-from anyaccel.port import syntax
 from anyaccel.topology import read_machine
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +90,6 @@ def test_a_backend_in_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     seen = again(devices).find_devices(read_machine(), {}, str(tmp_path))
     assert (seen.accelerator, seen.count, seen.variable) == ("acme", 2, "ACME_VISIBLE_DEVICES")
     assert {"ACCL", "ACME"} <= set(again(forward).PREFIXES["accelerators"])
-    assert again(syntax).OTHER_DEVICE.fullmatch("acme:1")
 
 
 def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,14 +208,12 @@ def test_map_names_every_package() -> None:
 # Files of other projects, of the system, and of users in examples.
 ELSEWHERE = {
     "_update.h", "activations.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "ddp.py", "inference.py",
-    "llama.cpp", "modeling_rope_utils.py", "noop.py", "script.py", "serve.py", "socket.py", "sysexits.h", "train.py",
+    "llama.cpp", "modeling_rope_utils.py", "noop.py", "profiler_activity.py", "script.py", "serve.py", "socket.py", "sysexits.h", "train.py",
     "simd/ANYACCEL_ISA_VARIANT.h", "transformer.h", "verify.py", "x.py",
 }  # fmt: skip
 FOREIGN = (
     "ATen/",
     "linux/",
-    # Packages that the porting tool is measured on.
-    *(f"{line.split()[1]}/" for line in (ROOT / "docs/data/port_corpus.tsv").read_text().splitlines() if line),
     "path/in/the/repository.py",
     "tests/native/NAME",
     "unit/",  # of DeepSpeed's tests
@@ -228,7 +226,6 @@ def test_files_that_comments_messages_and_pages_name_exist() -> None:
     there = [path.relative_to(ROOT).as_posix() for path in [*SOURCES, *ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")]]
     ends = {"/".join(path.split("/")[-count:]) for path in there for count in range(1, path.count("/") + 2)}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
-    pages.remove(ROOT / "docs" / "porting-results.md")  # it names files of the projects that were ported
     wrong = {}
     for path in pages + [path for path in SOURCES if ROOT / "tests" not in path.parents]:
         names = NAMED.findall(EXAMPLE.sub("", path.read_text()) if path.suffix == ".md" else path.read_text())

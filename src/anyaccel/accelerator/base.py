@@ -5,7 +5,7 @@ A new backend must bring `spec`, `device_count`, `current_device`, `set_device` 
 else it leaves out either works through the default or raises CapabilityError. A method that is added here
 later comes with a default too, so an extension written for an older version keeps working.
 
-The file is long because the interface is: 85 methods whose names, arguments and defaults are DeepSpeed's,
+The file is long because the interface is: 91 methods whose names, arguments and defaults are DeepSpeed's,
 and a few more.
 """
 
@@ -17,8 +17,8 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn, Self
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 DeviceIndex = int | str | torch.device | None
 
 HOST = torch.device("cpu")
+_PORTED = "cuda"  # in code that was written for CUDA, a device of the accelerator
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,13 @@ class DeviceProperties:
     Attributes:
         name: what the maker calls the device.
         total_memory: bytes that this process may use at most.
+        major, minor: compute capability; (0, 0), less than any GPU's, where that is CUDA's notion.
     """
 
     name: str
     total_memory: int
+    major: int = 0
+    minor: int = 0
 
 
 # Methods of a capability whose defaults below work as soon as the others of that capability are overridden.
@@ -65,6 +69,11 @@ _DERIVED = {
     "max_memory_reserved",
     "max_memory_cached",
     "device_properties",
+    "device_capability",
+    "mem_get_info",
+    "memory_summary",
+    "get_rng_state_all",
+    "set_rng_state_all",
 }
 
 
@@ -237,13 +246,47 @@ class Accelerator(abc.ABC):
 
     # Identity -----------------------------------------------------------------------------------------------
 
-    def device_name(self, device_index: int | None = None) -> str:
-        """`"cuda"`, or `"cuda:1"` for an index: what `torch.device()` takes."""
-        return self.spec.device_type if device_index is None else f"{self.spec.device_type}:{device_index}"
+    def device_name(self, device_index: DeviceIndex = None) -> str:
+        """`"cuda"`, or `"cuda:1"` for an index: what `torch.device()` takes.
 
-    def device(self, device_index: int | None = None) -> torch.device:
-        """The `torch.device` of this index (not a context manager)."""
+        Args:
+            device_index: also the name or the torch.device of a device of this accelerator or of CUDA, whose index
+                counts: what `.cuda()` of a tensor takes.
+
+        Raises:
+            UsageError: it is a device of another kind.
+        """
+        index = self._named_index(device_index)
+        return self.spec.device_type if index is None else f"{self.spec.device_type}:{index}"
+
+    def _named_index(self, device: DeviceIndex) -> int | None:
+        if device is None or isinstance(device, int):
+            return device
+        if isinstance(device, str) and device.isdecimal():
+            return int(device)
+        found = torch.device(device)
+        if found.type not in (self.spec.device_type, _PORTED):
+            raise UsageError(
+                f"device {str(device)!r} is none of {self._title()}'s: give {self.spec.device_type!r} or an index"
+            )
+        return found.index
+
+    def device(self, device_index: DeviceIndex = None) -> torch.device:
+        """The `torch.device` of this index; `device_guard` makes it the current one."""
         return torch.device(self.device_name(device_index))
+
+    @contextmanager
+    def device_guard(self, device_index: DeviceIndex) -> Iterator[None]:
+        """Make this the current device within the block, as `torch.cuda.device` does; None leaves it as it is."""
+        index = self._named_index(device_index)
+        before = self.current_device()
+        if index is not None:
+            self.set_device(index)
+        try:
+            yield
+        finally:
+            if index is not None:
+                self.set_device(before)
 
     @abc.abstractmethod
     def set_device(self, device_index: DeviceIndex) -> None:
@@ -286,6 +329,15 @@ class Accelerator(abc.ABC):
     def get_rng_state(self, device_index: DeviceIndex = None) -> torch.Tensor:
         """State of the device's generator: a uint8 tensor on the CPU."""
         return self.default_generator(self._index(device_index)).get_state()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The states of all devices' generators."""
+        return [self.get_rng_state(index) for index in range(self.device_count())]
+
+    def set_rng_state_all(self, new_states: Iterable[torch.Tensor]) -> None:
+        """Set the generators of the devices to states that get_rng_state_all returned."""
+        for index, state in enumerate(new_states):
+            self.set_rng_state(state, index)
 
     def manual_seed(self, seed: int) -> None:
         """Seed the current device's generator."""
@@ -388,6 +440,11 @@ class Accelerator(abc.ABC):
         """What the device is called, and the memory that it has."""
         return DeviceProperties(self._device_title(device_index), self.total_memory(device_index))
 
+    def device_capability(self, device_index: DeviceIndex = None) -> tuple[int, int]:
+        """Compute capability of CUDA; (0, 0) elsewhere, so that programs take the way that needs nothing of CUDA."""
+        known = self.device_properties(device_index)
+        return known.major, known.minor
+
     def _device_title(self, device_index: DeviceIndex) -> str:
         """What the maker calls the device."""
         return self.spec.name
@@ -396,10 +453,22 @@ class Accelerator(abc.ABC):
         """Bytes that are free now, other processes counted."""
         self._lacks(Capability.MEMORY_SIZE)
 
+    def mem_get_info(self, device_index: DeviceIndex = None) -> tuple[int, int]:
+        """available_memory and total_memory, in bytes."""
+        return self.available_memory(device_index), self.total_memory(device_index)
+
+    def memory_summary(self, device_index: DeviceIndex = None, abbreviated: bool = False) -> str:
+        """The allocator's counters as text, one a line."""
+        return "\n".join(f"{name:40} {value}" for name, value in sorted(self.memory_stats(device_index).items()))
+
     # Data types ---------------------------------------------------------------------------------------------
 
-    def is_bf16_supported(self) -> bool:
-        """Whether torch.bfloat16 computes on the device."""
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
+        """Whether torch.bfloat16 computes on the device.
+
+        Args:
+            including_emulation: also by way of float32, as `torch.cuda.is_bf16_supported()` counts.
+        """
         return True
 
     def is_fp16_supported(self) -> bool:
@@ -625,7 +694,8 @@ class Accelerator(abc.ABC):
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lives on a device of this accelerator."""
-        return tensor.device.type == self.spec.device_type
+        device = getattr(tensor, "device", None) or tensor.data.device  # a PackedSequence has only data
+        return bool(device.type == self.spec.device_type)
 
     # Ops ----------------------------------------------------------------------------------------------------
 

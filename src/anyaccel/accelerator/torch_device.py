@@ -208,7 +208,7 @@ class TorchDeviceAccelerator(Accelerator):
 
     # Data types, lazy calls, profiling, Triton --------------------------------------------------------------
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return bool(self._vendor("is_bf16_supported")())
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import waiting
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.terminal import moves_cursor
+from anyaccel.terminal import moves_cursor, terminal_width
 
 if TYPE_CHECKING:
     import argparse
@@ -27,6 +28,8 @@ _EXAMPLES = """\
   see the changes, make them
       anyaccel port src --diff
       anyaccel port src notebooks --write
+  also make the changes that need a reader
+      anyaccel port src --diff --unsafe-fixes
   some rules only
       anyaccel port src --write --select ACC1,ACC201 --ignore ACC104
       anyaccel port --rules
@@ -51,19 +54,19 @@ def build_parser() -> Parser:
     add("--select", metavar="RULE,...", help="use only these rules, or those whose codes begin so; default: all")
     add("--ignore", metavar="RULE,...", help="leave out these rules, or those whose codes begin so")
     add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders of this pattern")
-    add("--partial", action="store_true", help="also fix places that wait for CUDA code which cannot be fixed")
-    add("--rules", action="store_true", help="list the rules and exit")
+    add("--unsafe-fixes", action="store_true", help="also make fixes that need a reader: --rules says which, and why")
+    add("--rules", action="store_true", help="list the rules with their tiers and reasons, and exit")
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns 1 when --check finds something, or a file could not be read or written."""
     options = build_parser().parse_intermixed_args(argv)
-    if options.rules:
-        return _list_rules(options.json)
-    if not options.paths:
+    if not options.paths and not options.rules:
         raise UsageError("no PATH is given: name files or folders, such as `anyaccel port .`")
     _require_libcst()
+    if options.rules:
+        return _list_rules(options.json)
     with _ended_by_signals():
         return _port(options)
 
@@ -82,10 +85,14 @@ def _list_rules(as_json: bool) -> int:
     from anyaccel.port.rules import RULES
 
     if as_json:
-        print(dumped({"rules": [{"code": rule.code, "title": rule.title, "fixes": rule.fixes} for rule in RULES]}))
+        rows = [{"code": each.code, "title": each.title, "tier": str(each.tier), "why": each.why} for each in RULES]
+        print(dumped({"rules": rows}))
     else:
-        for rule in RULES:
-            print(f"{rule.code}  {rule.title}{'  [fixable]' if rule.fixes else ''}")
+        for each in RULES:
+            print(f"{each.code}  {each.tier:6}  {each.title}")
+            print(
+                textwrap.fill(each.why, min(terminal_width(), 100), initial_indent=" " * 16, subsequent_indent=" " * 16)
+            )
     return 0
 
 
@@ -118,8 +125,8 @@ def _port(options: argparse.Namespace) -> int:
         print(message, file=sys.stderr)
     totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "unwritten", "suppressed"), 0)
     with (
-        _progress(len(files)) as (read, step),
-        contextlib.closing(run.look_at_all(files, step, read=read)) as outcomes,
+        _progress(len(files)) as step,
+        contextlib.closing(run.look_at_all(files, step)) as outcomes,
     ):
         for outcome in outcomes:
             totals["files"] += 1
@@ -132,21 +139,21 @@ def _port(options: argparse.Namespace) -> int:
                     fixed = True
                 except UnreadableError as failure:
                     error = str(failure)
-                    totals["unwritten"] += sum(each.fixable for each in outcome.findings)
+                    totals["unwritten"] += sum(each.fixed for each in outcome.findings)
             if error:
                 problems.append(
                     output.problem(run.Outcome(outcome.path, error, line=outcome.line, column=outcome.column))
                 )
                 _say(problems[-1], sys.stderr)
             totals["changed"] += outcome.after is not None and (fixed or not options.write)
-            totals["fixed"] += fixed and sum(each.fixable for each in outcome.findings)
-            findings += [(each, fixed and each.fixable) for each in outcome.findings]
+            totals["fixed"] += fixed and sum(each.fixed for each in outcome.findings)
+            findings += [(each, fixed and each.fixed) for each in outcome.findings]
             mentions += [{"path": outcome.path, "line": line} for line in outcome.mentions]
             if text and options.diff:
                 _say(output.difference(outcome), sys.stdout, end="")
             elif text:
                 for each in outcome.findings:
-                    if not (fixed and each.fixable):
+                    if not (fixed and each.fixed):
                         _say(output.line(each), sys.stdout)
     return _conclude(options, findings, mentions, problems, totals)
 
@@ -159,11 +166,11 @@ def _conclude(
     totals: dict[str, int],
 ) -> int:
     from anyaccel.port import output
+    from anyaccel.port.rule import Tier
 
     left = [each for each, fixed in findings if not fixed]
-    fixable = sum(each.fixable for each in left)
-    totals |= {"found": len(findings), "fixable": fixable, "not_fixable": len(left) - fixable, "failed": len(problems)}
-    totals["waiting"] = sum(each.waits for each in left)
+    tiers = {str(tier): sum(each.tier is tier for each in left) for tier in Tier}
+    totals |= {"found": len(findings), **tiers, "failed": len(problems)}
     if options.json:
         rows = [output.as_dict(each, fixed) for each, fixed in findings]
         rules = output.counts([each for each, _ in findings])
@@ -184,21 +191,18 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     seen = plural(totals["files"], "file")
     without = f" ({totals['without_cuda']} without a word of CUDA)" if totals["without_cuda"] else ""
     failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
-    # As ruff does for unsafe fixes, the summary names how many fixes wait for an option, and the option.
-    waiting, more = totals["waiting"], ""
+    unsafe = 0 if options.unsafe_fixes else totals["unsafe"]
+    more = f", {unsafe} more with --unsafe-fixes" if unsafe else ""
     unwritten = f", {totals['unwritten']} could not be written" if totals["unwritten"] else ""
     if options.write:
-        more = f" ({waiting} of them with --partial)"
-        what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}, {totals['not_fixable']} left to you"
+        what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}{more}, {totals['report']} left to you"
     elif options.diff:
-        more = f", {waiting} more with --partial"
-        what = f"would fix {totals['fixable']} in {plural(totals['changed'], 'file')}"
+        what = f"would fix {totals['found'] - totals['report'] - unsafe} in {plural(totals['changed'], 'file')}{more}"
     elif totals["found"]:
-        what = f"found {totals['found']}, {totals['fixable']} fixable with --write"
-        more = f", {waiting} more with --write --partial"
+        what = f"found {totals['found']}, {totals['found'] - totals['report'] - unsafe} fixable with --write{more}"
     else:
         what = "found nothing to port"
-    return f"{what}{more if waiting else ''}{unwritten}; {seen}{without}{failed}"
+    return f"{what}{unwritten}; {seen}{without}{failed}"
 
 
 def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:
@@ -209,7 +213,7 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
     skipped: list[Skipped] = []
     seen = set()
     for path in options.paths:
-        settings = config.find(path).changed(options.select, options.ignore, options.partial)
+        settings = config.find(path).changed(options.select, options.ignore, options.unsafe_fixes)
         for each in find([path], [*settings.exclude, *options.exclude]):
             if isinstance(each, Skipped):
                 skipped.append(each)
@@ -220,47 +224,20 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """Two functions to call after each file that is read, and after each of the `total` files that is ported.
-
-    They draw progress bars on a terminal where tqdm is installed.
-    """
-    bars: list[Any] = []
-
-    def begin(what: str, count: int | None) -> None:
-        if not moves_cursor(sys.stderr):
-            return
+def _progress(total: int) -> Iterator[Callable[[], object]]:
+    """A function to call after each of the `total` files; it draws a bar on a terminal where tqdm is installed."""
+    bar: Any = None
+    if moves_cursor(sys.stderr):
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # workers are forked, so there must be no thread
-            bars.append(tqdm(desc=what, total=count, unit="file", leave=False, file=sys.stderr, delay=0.5))
-
-    def end() -> None:
-        while bars:
-            bars.pop().close()
-
-    def read() -> None:
-        if not bars:
-            begin("reading", None)
-        if bars:
-            bars[0].update()
-
-    ported = 0
-
-    def step() -> None:
-        nonlocal ported
-        if not ported:
-            end()
-            begin("porting", total)
-        ported += 1
-        if bars:
-            bars[0].update()
-
+            bar = tqdm(desc="porting", total=total, unit="file", leave=False, file=sys.stderr, delay=0.5)
     try:
-        yield read, step
+        yield (lambda: None) if bar is None else bar.update
     finally:
-        end()
+        if bar is not None:
+            bar.close()
 
 
 def _say(text: str, stream: Any, end: str = "\n") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -152,33 +152,10 @@ class _Answers:
         return True
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return self.accelerator.is_bf16_supported()
+        return self.accelerator.is_bf16_supported(including_emulation)
 
     def get_device_name(self, device: Any = None) -> str:
         return self.accelerator.device_properties(index_of(device)).name
-
-    def get_device_properties(self, device: Any = None) -> Any:
-        known = self.accelerator.device_properties(index_of(device))
-        return SimpleNamespace(name=known.name, total_memory=known.total_memory, major=0, minor=0)
-
-    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Older than any GPU: programs that ask take the way that needs nothing of CUDA."""
-        return (0, 0)
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        index = index_of(device)
-        return self.accelerator.available_memory(index), self.accelerator.total_memory(index)
-
-    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        stats = self.accelerator.memory_stats(index_of(device))
-        return "\n".join(f"{name:40} {value}" for name, value in sorted(stats.items()))
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [self.accelerator.get_rng_state(index) for index in range(self.accelerator.device_count())]
-
-    def set_rng_state_all(self, new_states: Any) -> None:
-        for index, state in enumerate(new_states):
-            self.accelerator.set_rng_state(state, index)
 
     def seed(self) -> None:
         self.accelerator.manual_seed(torch.seed())

@@ -14,7 +14,7 @@ from anyaccel.errors import UsageError
 from anyaccel.port.rules import RULES
 from anyaccel.terminal import did_you_mean
 
-_KEYS = ("select", "ignore", "exclude", "partial")
+_KEYS = ("select", "ignore", "exclude", "unsafe-fixes")
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,25 @@ class Config:
     Attributes:
         select, ignore: codes of rules or how they begin, such as ACC2; ignore wins.
         exclude: patterns of paths that are left out.
-        partial: also fix single places of a file in which a question about CUDA stays.
+        unsafe: also make the fixes that need a reader.
     """
 
     select: tuple[str, ...] = ("ACC",)
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    partial: bool = False
+    unsafe: bool = False
 
     def wants(self, code: str) -> bool:
         """Whether the rule of this code is applied."""
         return code.startswith(self.select) and not (self.ignore and code.startswith(self.ignore))
 
-    def changed(self, select: str | None, ignore: str | None, partial: bool = False) -> Config:
+    def changed(self, select: str | None, ignore: str | None, unsafe: bool = False) -> Config:
         """A copy in which options of the command line replace those of the file.
 
         Raises:
             UsageError: a rule that is not there.
         """
-        changes: dict[str, Any] = {"partial": True} if partial else {}
+        changes: dict[str, Any] = {"unsafe": True} if unsafe else {}
         if select is not None:
             changes["select"] = checked(select.split(","), "--select")
         if ignore is not None:
@@ -98,10 +98,10 @@ def _parse(table: object, where: str) -> Config:
             raise UsageError(
                 f"{where}: unknown key {key!r}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}"
             )
-        if key == "partial":
+        if key == "unsafe-fixes":
             if not isinstance(value, bool):
-                raise UsageError(f"{where}: partial = {value!r} must be true or false")
-            values[key] = value
+                raise UsageError(f"{where}: {key} = {value!r} must be true or false")
+            values["unsafe"] = value
             continue
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise UsageError(f"{where}: {key} = {value!r} must be a list of strings")

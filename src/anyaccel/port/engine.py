@@ -1,180 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports the text of one module: what the rules find, and the text with the fixes made."""
+"""Ports the text of one module in one pass: what the rules find, and the text with the fixes made."""
 
 from __future__ import annotations
 
 import ast
+import bisect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from anyaccel.port import cuda_names, integers, literals, packages, pickers, processes, tables, tensors, usage
-from anyaccel.port.candidate import Candidate
-from anyaccel.port.context import Context
-from anyaccel.port.fstrings import free_quotes, shows_code
-from anyaccel.port.guards import has_newer_way, is_for_another_vendor
-from anyaccel.port.halves import PLACES
-from anyaccel.port.imports import Imports
-from anyaccel.port.project import Project, join, outline
-from anyaccel.port.settle import settle
+from anyaccel.port.imports import imports
+from anyaccel.port.module import Edit, Module, dotted, last_name
+from anyaccel.port.rule import NameFinder, Place, Rule, Tier
+from anyaccel.port.rules import BY_KIND, BY_NAME, WORDS
 from anyaccel.port.silence import is_silenced
-from anyaccel.port.together import Holder, holder
-from anyaccel.port.transform import apply
-from anyaccel.port.tree import AMBIGUOUS, Tree
-from anyaccel.port.whole import asks_where
 
-_OF_TENSORS = {"ACC301", "ACC303"}
-_NAMES = {"ACC102", "ACC201", "ACC401"}
-_DEVICES = PLACES - {"ACC401"}  # without the backend, which is no device
-_METHODS = {"cuda", "pin_memory"}
-_ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension", "CUDA"}
-_NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
-_NAMED = {cst.Param, cst.FunctionDef, cst.ClassDef}
+_SUBMODULES = re.compile(r"torch\.cuda\.(?:memory|random|streams|graphs)\.(?=\w)")
+# Calls that by their name run a kernel of CUDA, in a block that runs only on CUDA.
+_KERNEL = re.compile(r"\w*_cuda(?:_\w+)?|cuda_\w+|\w*triton\w*|\w*kernel\w*", re.IGNORECASE)
+_OWN_CUDA = re.compile(r"^[ \t]+def cuda\(self", re.MULTILINE)
+_NO_USE = cst.ImportAlias | cst.ImportFrom | cst.AsName | cst.NameItem | cst.Attribute | cst.Annotation
 _DEEPEST = 150  # brackets; Python itself takes 200
-_PROGRAMS = re.compile(
-    r"(?:\w+:\w+,)*cuda(?::|$)|nccl$|CUDA_VISIBLE_DEVICES$|torch\.cuda\.\w+Tensor$|(?:/usr/bin/)?nvidia-smi"
-)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A finding in a text; offsets are of characters, `end_line` is the last line of the code that it is about.
+    """A finding in a text: line and column from 1; `end_line` is the last line of the code that it is about."""
 
-    `waits`: it could be fixed, and is left for something else that stays (`partial` fixes it).
-    """
-
-    start: int
     line: int
     column: int
+    end_line: int
     code: str
     message: str
-    fixable: bool
-    end_line: int = 0
-    waits: bool = False
+    tier: Tier
+    fixed: bool
 
 
 @dataclass(frozen=True)
 class Ported:
-    """What came of a text: the findings, and the text with all fixes made.
-
-    Attributes:
-        suppressed: findings that a comment silences.
-        asks: a question stays whether something is on CUDA.
-        holder: what other files of the same project wait for.
-    """
+    """What came of a text: the findings, the text with the fixes made, and how many findings a comment silences."""
 
     findings: tuple[Found, ...]
     text: str
     suppressed: int = 0
-    asks: bool = False
-    holder: Holder | None = None
 
 
 class NotPythonError(Exception):
-    """The text cannot be read as Python; the message says where."""
+    """The text cannot be read as Python; the message is `line:column: why`."""
 
 
 def port_text(
     text: str,
     wanted: Callable[[str], bool] = lambda code: True,
+    unsafe: bool = False,
     removes_imports: bool = True,
-    project: Project | None = None,
-    partial: bool = False,
-    held: str = "",
+    own_cuda: bool = False,
 ) -> Ported:
     """Look at a module, and make the fixes.
 
     Args:
         text: of the module, without a byte-order mark.
         wanted: whether a rule, by its code, is to be applied.
+        unsafe: also make the fixes that need a reader.
         removes_imports: drop imports from torch.cuda that have no use any more.
-        project: the files that are ported together; None for this one alone.
-        partial: also fix single places of a file in which a question about CUDA stays.
-        held: what stays in a file that this one works together with; what may meet it waits.
+        own_cuda: a class in another file of the project defines a method `cuda` itself.
 
     Raises:
         NotPythonError: it cannot be parsed, or not be written back exactly.
     """
-    if not tables.WORDS.search(text) or not _may_have_findings(text):
+    if not WORDS.search(text):
         return Ported((), text)
+    module = _parsed(text, own_cuda or defines_cuda(text))
+    starts = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", module.data))]
+    lines = text.splitlines()
+    found: list[Found] = []
+    edits: list[Edit] = []
+    fixed: list[Place] = []
+    suppressed = 0
+    for rule, place in _unguarded(module, list(_places(module))):
+        start, end = module.span(place.node)
+        first, last = bisect.bisect_right(starts, start), bisect.bisect_right(starts, end)
+        if not wanted(rule.code):
+            continue
+        if any(is_silenced(lines[number - 1], rule.code) for number in {first, last} if number <= len(lines)):
+            suppressed += 1
+            continue
+        tier = (place.tier or rule.tier) if place.edits else Tier.REPORT
+        made = tier is Tier.SAFE or (unsafe and tier is Tier.UNSAFE)
+        made = made and not any(_overlap(one, other) for one in place.edits for other in edits)
+        if made:
+            edits += place.edits
+            fixed.append(place)
+        column = len(module.data[starts[first - 1] : start].decode("utf-8")) + 1
+        found.append(Found(first, column, last, rule.code, place.message, tier, made))
+    found.sort(key=lambda each: (each.line, each.column, each.code))
+    ported = text
+    if edits:
+        ported = _edited(module.data, [*imports(module, fixed, removes_imports), *edits])
+        _check(text, ported)
+    return Ported(tuple(found), ported, suppressed)
+
+
+def defines_cuda(text: str) -> bool:
+    """Whether a class in this text has a method `cuda` of its own, so that `.cuda()` may be a call of it."""
+    return _OWN_CUDA.search(text) is not None
+
+
+def _parsed(text: str, own_cuda: bool) -> Module:
+    if _depth(text) > _DEEPEST:
+        raise NotPythonError("1:1: nested too deeply to be read")
     try:
-        tree = Tree(text)
+        module = Module(text, own_cuda)
     except cst.ParserSyntaxError as error:
         raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
+    except cst.CSTValidationError as error:
+        raise NotPythonError(f"1:1: LibCST cannot read it: {_first_line(str(error))}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
-    ctx = Context(tree, project if project is not None else join([outline(text)]), partial, held)
-    candidates = list(_unique(_candidates(ctx)))
-    if not candidates:
-        return Ported((), text)
-    try:
-        spans = tree.locate({candidate.node for candidate in candidates} | {each.replaced for each in candidates})
-    except ValueError:
+    if module.tree.code != text:
         why = "mixed or unusual line ends, or tabs and blanks in one indentation"
-        raise NotPythonError(f"1:1: would not be written back as it is ({why})") from None
-    kept, suppressed = [], 0
-    limited = usage.of_cuda_and_cpu(tree, ctx.project.roots)
-    for candidate in candidates:
-        first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
-        if not wanted(candidate.code) or any(
-            is_silenced(tree.line(number), candidate.code) for number in {first, last}
-        ):
-            candidate.fix = None
-            candidate.allowed = wanted(candidate.code)
-            suppressed += wanted(candidate.code)
-        else:
-            kept.append(candidate)
-        if candidate.fix is not None:
-            start, end = spans[candidate.replaced]
-            own = ctx.about_cuda(candidate.node)
-            at_import = ctx.at_import(candidate.node) if candidate.needs_accelerator else ""
-            if ctx.is_scripted(candidate.node):
-                candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
-            elif at_import:
-                candidate.unfixed(f"as {at_import} it would choose an accelerator at import; choose where it is used")
-            elif raw := ctx.raw_cuda(candidate.node):
-                candidate.unfixed(f"the function uses {raw}, which only CUDA has")
-            elif ctx.in_own_cuda(candidate.node):
-                candidate.unfixed("a class's own cuda() says CUDA to its callers; let it have to(device)")
-            elif own and candidate.code not in _OF_TENSORS:
-                candidate.unfixed(f"by its name {own} is about CUDA")
-            elif is_for_another_vendor(ctx, candidate.node, candidate.code in _NAMES):
-                candidate.unfixed("the code chooses between vendors by itself")
-            elif candidate.code == "ACC111" and ctx.names_vendors_beside(candidate.node):
-                candidate.unfixed("the function names devices of other vendors too")
-            elif candidate.code in ("ACC111", "ACC201") and usage.is_within_foreign(tree, candidate.node):
-                candidate.unfixed("what is around it uses a package whose devices are its own affair")
-            elif candidate.code in _DEVICES and (
-                package := next((limited[each] for each in tree.parents(candidate.node) if each in limited), "")
-            ):
-                candidate.unfixed(f"{package}, which is used here, knows CUDA, and at most the CPU")
-            elif candidate.code == "ACC104" and has_newer_way(ctx, candidate.node):
-                candidate.unfixed("it is for older torch; another branch has torch.amp")
-            elif candidate.drops and "#" in text[start:end]:
-                candidate.unfixed("a comment stands inside")
-            elif not free_quotes(tree, candidate.replaced):
-                candidate.unfixed("the f-strings around it leave no quotes for a fix; take it out of them")
-            elif shows_code(tree, candidate.node):
-                candidate.unfixed("the f-string shows the code itself, by its `=`")
-    settle(ctx, candidates)
-    holds = None if partial else holder(ctx, candidates)
-    fixed = [candidate for candidate in kept if candidate.fix is not None]
-    ported = text
-    if fixed:
-        ported = apply(tree, fixed, Imports(ctx, fixed, removes_imports), spans)
-        _check(text, ported)
-    findings = []
-    for candidate in kept:
-        start, end = spans[candidate.node]
-        line, column = tree.position(start)
-        last, _ = tree.position(end)
-        told = (candidate.code, candidate.message, candidate.fix is not None)
-        findings.append(Found(start, line, column, *told, last, candidate.waits and candidate.fix is None))
-    findings.sort(key=lambda each: (each.start, each.code))
-    return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates), holds)
+        raise NotPythonError(f"1:1: would not be written back as it is ({why})")
+    return module
+
+
+def _places(module: Module) -> Iterator[tuple[Rule, Place]]:
+    """All places in the order of the text; where two are about one node, the first rule speaks for it."""
+    seen: set[cst.CSTNode] = set()
+    removed: list[tuple[int, int]] = []
+    for node in module.nodes:
+        for rule, place in _places_at(module, node):
+            start, end = module.span(place.node)
+            if place.node in seen or any(first <= start and end <= last for first, last in removed):
+                continue
+            if _shows_code(module, place.node) or _is_scripted(module, place.node):
+                place.message, place.edits = place.message.partition("; use")[0] + ": its code is read as it stands", ()
+            seen.add(place.node)
+            if (place.tier or rule.tier) is Tier.SAFE:
+                removed += [(each.start, each.end) for each in place.edits if each.end > each.start]
+            yield rule, place
+
+
+def _places_at(module: Module, node: cst.CSTNode) -> Iterator[tuple[Rule, Place]]:
+    for rule, finder in BY_KIND.get(type(node), ()):
+        for place in finder(module, node):
+            yield rule, place
+    if not isinstance(node, cst.Name | cst.Attribute) or isinstance(module.parent(node), _NO_USE):
+        return
+    parent = module.parent(node)
+    if (
+        isinstance(parent, cst.Arg | cst.Param)
+        and (getattr(parent, "keyword", None) or getattr(parent, "name", None)) is node
+    ):
+        return
+    full = module.full_name(node)
+    if f"{full}.".partition("torch.cuda.")[:2] != ("", "torch.cuda."):
+        return
+    if module.enclosing(node, cst.Annotation) is not None:
+        return  # it holds on every device, since torch.cuda can be imported
+    rule, named = BY_NAME["torch.cuda."] if module.is_stored(node) else _rule_of(_SUBMODULES.sub("torch.cuda.", full))
+    yield from ((rule, place) for place in named(module, node, full))
+
+
+def _rule_of(name: str) -> tuple[Rule, NameFinder]:
+    """The rule for a name of torch.cuda, else the one for the longest beginning of it."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    while f"{name}." not in BY_NAME:
+        name = name.rpartition(".")[0]
+    return BY_NAME[f"{name}."]
+
+
+def _unguarded(module: Module, places: list[tuple[Rule, Place]]) -> list[tuple[Rule, Place]]:
+    """The places, with guards left where what they guard stays with CUDA: no other device can run it."""
+    stays = [place.node for _, place in places if place.needs_cuda and not place.edits]
+    calls = [each for each in module.nodes if isinstance(each, cst.Call) and _KERNEL.fullmatch(last_name(each.func))]
+    stays += [each for each in calls if not module.full_name(each.func).startswith("torch.")]
+    found = []
+    for rule, place in places:
+        if place.guards is not None and any(module.is_within(each, place.guards) for each in stays):
+            place = replace(
+                place, edits=(), message=f"{place.message.partition('; use')[0]}: it guards what only CUDA has"
+            )
+        found.append((rule, place))
+    return found
+
+
+def _shows_code(module: Module, node: cst.CSTNode) -> bool:
+    """Whether an f-string has the code of this node in its text: f"{x.is_cuda=}"."""
+    return any(isinstance(each, cst.FormattedStringExpression) and each.equal for each in module.parents(node))
+
+
+def _is_scripted(module: Module, node: cst.CSTNode) -> bool:
+    """Whether TorchScript, which knows no get_accelerator(), compiles the function around this node."""
+    for around in module.parents(node):
+        if isinstance(around, cst.FunctionDef | cst.ClassDef):
+            for each in around.decorators:
+                name = module.full_name(each.decorator.func if isinstance(each.decorator, cst.Call) else each.decorator)
+                if name.startswith("torch.jit.") and not name.endswith((".ignore", ".unused")):
+                    return True
+            if around.name.value in _scripted(module):
+                return True
+    return False
+
+
+def _scripted(module: Module) -> set[str]:
+    """What the file gives to torch.jit.script()."""
+    if "_scripted" not in module.__dict__:
+        module.__dict__["_scripted"] = {
+            dotted(node.args[0].value)
+            for node in module.nodes
+            if isinstance(node, cst.Call) and node.args and module.full_name(node.func) == "torch.jit.script"
+        }
+    found: set[str] = module.__dict__["_scripted"]
+    return found
+
+
+def _edited(data: bytes, edits: list[Edit]) -> str:
+    """The text with the edits made; a name that would touch another one gets a blank."""
+    parts: list[bytes] = []
+    position = 0
+    for edit in sorted(edits, key=lambda each: (each.start, each.end)):
+        before = data[position : edit.start]
+        parts.append(before)
+        text = edit.text.encode("utf-8")
+        if edit.start < edit.end and edit.start and _joins(data[edit.start - 1 : edit.start], text[:1]):
+            text = b" " + text
+        parts.append(text)
+        position = edit.end
+    parts.append(data[position:])
+    return b"".join(parts).decode("utf-8")
+
+
+def _overlap(one: Edit, other: Edit) -> bool:
+    return one.start < other.end and other.start < one.end
+
+
+def _joins(left: bytes, right: bytes) -> bool:
+    return all(re.fullmatch(rb"\w", each) for each in (left, right))
 
 
 def _place_of(text: str) -> str:
@@ -192,145 +256,12 @@ def _first_line(message: str) -> str:
     return " ".join(message.split())[:120]
 
 
-def _may_have_findings(text: str) -> bool:
-    """A quick look with Python's own parser: whether anything but comments and prose is about CUDA."""
-    try:
-        module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        # LibCST says what is wrong, or knows a syntax that this Python does not; deep nesting would crash it.
-        if _depth(text) > _DEEPEST:
-            raise NotPythonError("1:1: nested too deeply to be read") from None
-        return True
-    for node in ast.walk(module):
-        match node:
-            case ast.Attribute(attr=name) if name in _ATTRIBUTES:
-                return True
-            case ast.Import(names=names):
-                if any(_is_watched(alias.name) for alias in names):
-                    return True
-            case ast.ImportFrom(module=str(name), names=names, level=0):
-                if _is_watched(name) or any(_is_watched(f"{name}.{alias.name}") for alias in names):
-                    return True
-            case ast.FunctionDef(name="cuda") | ast.keyword(arg="device_ids"):
-                return True
-            case ast.Call(func=ast.Attribute(attr="to" | "device"), args=[ast.Constant(int()) | ast.Name(), *_]):
-                return True
-            case ast.keyword(arg="device", value=ast.Constant(int())):
-                return True
-            case ast.Constant(value=str(value)) if _PROGRAMS.match(value):
-                return True
-    return False
-
-
 def _depth(text: str) -> int:
     depth = deepest = 0
     for match in re.finditer(r"[()\[\]{}]", text):
         depth += 1 if match[0] in "([{" else -1
         deepest = max(deepest, depth)
     return deepest
-
-
-def _is_watched(module: str) -> bool:
-    """Whether an import of this module or name is something that a rule is about."""
-    root, _, rest = module.partition(".")
-    if root in ("torch", "numba"):
-        return rest.partition(".")[0] in ("cuda", "backends", "version") or rest.startswith("utils.cpp_extension")
-    return root == "triton" or root in tables.CUDA_ONLY or root in tables.MANAGEMENT
-
-
-def _unique(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """One fix a node: the first rule that speaks for it."""
-    seen = set()
-    for candidate in candidates:
-        if candidate.replaced not in seen:
-            seen.add(candidate.replaced)
-            yield candidate
-
-
-def _candidates(ctx: Context) -> Iterator[Candidate]:
-    tree = ctx.tree
-    for node in tree.nodes:  # first what speaks for all that is in it
-        if type(node) is cst.IfExp and not ctx.is_claimed(node):
-            found = pickers.device(ctx, node) or pickers.backend(ctx, node)
-            if found is not None:
-                yield found
-        elif type(node) is cst.Lambda and not ctx.is_claimed(node):
-            yield from tensors.find_map_location(ctx, node)
-    for node in tree.nodes:
-        find = _FINDERS.get(type(node))
-        if find is not None:
-            yield from find(ctx, node)
-
-
-def _calls(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
-    if isinstance(node.func, cst.Attribute) and node.func.attr.value in _METHODS:
-        if not ctx.is_claimed(node):
-            yield from tensors.find_call(ctx, node)
-    else:
-        yield from integers.find(ctx, node)
-        yield from processes.find_wrapper(ctx, node)
-        yield from _strings(ctx, node)
-
-
-def _strings(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
-    if _is_about_strings(node) and not ctx.is_claimed(node):
-        yield from literals.find_device(ctx, node)
-        if isinstance(node, cst.SimpleString):
-            yield from literals.find_text(ctx, node)
-
-
-def _is_about_strings(node: cst.CSTNode) -> bool:
-    match node:
-        case cst.SimpleString():
-            return _PROGRAMS.match(node.raw_value) is not None
-        case cst.Call(func=cst.Attribute(attr=cst.Name("format"))):
-            return True
-        case cst.Call():
-            return False
-    return True
-
-
-def _names(ctx: Context, node: cst.Name | cst.Attribute) -> Iterator[Candidate]:
-    tree = ctx.tree
-    if type(node) is cst.Name and node.value not in tree.imported_names:
-        return
-    if type(node) is cst.Attribute and node.attr.value == "is_cuda":
-        yield from tensors.find_attribute(ctx, node)
-    elif type(node) is cst.Attribute and node.attr.value == "cuda":
-        yield from tensors.find_method(ctx, node)
-    parent = tree.parent(node)
-    kind = type(parent)
-    # The longest a.b.c that begins an expression; what comes after a call or subscript is another node.
-    if kind is cst.Attribute or kind in _NO_USE:
-        return
-    if kind is cst.Arg and parent.keyword is node:  # type: ignore[attr-defined]
-        return
-    if kind in _NAMED and parent.name is node:  # type: ignore[attr-defined]
-        return
-    full = tree.imported(node)
-    if full is None or ctx.is_claimed(node):
-        return
-    if full == AMBIGUOUS:
-        message = "it has several imports, one of them from torch.cuda: not fixed: import it in one way"
-        yield Candidate(node, "ACC501", f"`{tree.module.code_for_node(node)}`: {message}", breaks=False)
-    elif full == "torch.cuda" or full.startswith("torch.cuda."):
-        yield from cuda_names.find(ctx, node, full)
-    else:
-        yield from packages.find_name(ctx, node, full)
-
-
-# Looked up by class: isinstance() on LibCST's abstract base classes costs ten times as much.
-_FINDERS: dict[type[cst.CSTNode], Callable[[Context, Any], Iterator[Candidate]]] = {
-    cst.Name: _names,
-    cst.Attribute: _names,
-    cst.Call: _calls,
-    cst.SimpleString: _strings,
-    cst.FormattedString: _strings,
-    cst.BinaryOperation: _strings,
-    cst.Import: packages.find_import,
-    cst.ImportFrom: packages.find_import,
-    cst.FunctionDef: tensors.find_definition,
-}
 
 
 def _check(before: str, after: str) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
 import stat
@@ -52,30 +51,6 @@ def find(paths: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[str | S
             elif (status.st_dev, status.st_ino) not in seen:
                 seen.add((status.st_dev, status.st_ino))
                 yield each
-
-
-def beside(files: Sequence[str]) -> list[str]:
-    """The other modules of the packages, or of the folders of scripts, that these files are of.
-
-    What they say counts for the files that are ported: pre-commit names changed files only, a user one of them.
-    """
-    named = {os.path.realpath(each) for each in files}
-    found: list[str] = []
-    tops: set[Path] = set()
-    for folder in sorted({Path(each).parent for each in named}):
-        if tops.intersection((folder, *folder.parents)):
-            continue
-        top = folder
-        while (top / "__init__.py").is_file() and (top.parent / "__init__.py").is_file():
-            top = top.parent
-        if (folder / "__init__.py").is_file():
-            tops.add(top)
-            found += [each for each in find([str(top)]) if isinstance(each, str)]
-        else:
-            with contextlib.suppress(OSError):  # a folder may be closed while its files are open
-                found += [str(each) for each in sorted(folder.iterdir()) if each.is_file()]
-    others = (each for each in found if each.endswith(".py") and os.path.realpath(each) not in named)
-    return list(dict.fromkeys(others))
 
 
 def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a place in a file."""
+"""What is said of a place in a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from anyaccel.port.rule import Tier
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report. Lines and columns count from 1; `cell` of a notebook too, 0 in a file.
 
-    `end_line` is the last line of the code that it is about. `waits`: a fix is there, which `--partial`
-    makes; it waits for something else that stays.
+    `end_line` is the last line of the code that it is about; `fixed`: its fix is made in the text that goes with it.
     """
 
     path: str
@@ -19,10 +20,10 @@ class Finding:
     column: int
     code: str
     message: str
-    fixable: bool
+    tier: Tier
+    fixed: bool = False
     cell: int = 0
     end_line: int = 0
-    waits: bool = False
 
     @property
     def place(self) -> str:

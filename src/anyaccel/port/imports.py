@@ -3,313 +3,164 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
-from libcst.metadata.scope_provider import ImportAssignment
 
-from anyaccel.port.candidate import Candidate, Fix
-from anyaccel.port.context import GET_ACCELERATOR, Context
-from anyaccel.port.syntax import dotted
-from anyaccel.port.tables import CELL_MARK
-
-PACKAGE = "anyaccel"
+from anyaccel.port.module import GET_ACCELERATOR, PACKAGE, SEVERAL, Edit, Module, dotted
+from anyaccel.port.notebook import CELL_MARK
+from anyaccel.port.rule import Place
 
 
-class Imports:
-    """What the fixes of one file mean for its imports."""
+def imports(module: Module, fixed: Sequence[Place], removes: bool) -> list[Edit]:
+    """The edits of the imports that these fixed places need.
 
-    def __init__(self, ctx: Context, fixed: Sequence[Candidate], removes: bool) -> None:
-        self._ctx = ctx
-        self._fixed = fixed
-        self._removes = removes
-        self._wants_accelerator = any(each.needs_accelerator for each in fixed) and not ctx.has_accelerator
-        self._wants_torch = any(each.needs_torch for each in fixed) and not ctx.tree.is_bound("torch")
-        self._wants_torch = self._wants_torch and not ctx.tree.torch_by_star
+    Args:
+        module: the file.
+        fixed: the places whose edits are made.
+        removes: drop imports from torch.cuda that have no use any more.
+    """
+    edits = list(_removals(module, fixed)) if removes else []
+    lines = []
+    if any(each.imports_torch for each in fixed) and not module.is_bound("torch"):
+        lines.append("import torch")
+    written = any(f"{module.accelerator}()" in edit.text for each in fixed for edit in each.edits)
+    if written and not module.has_accelerator:
+        renamed = "" if module.accelerator == GET_ACCELERATOR else f" as {module.accelerator}"
+        lines.append(f"from {PACKAGE} import {GET_ACCELERATOR}{renamed}")
+    if lines:
+        edits += _insertions(module, lines, min(edit.start for each in fixed for edit in each.edits))
+    return edits
 
-    # Removing -----------------------------------------------------------------------------------------------
 
-    def removals(self) -> dict[cst.CSTNode, Fix]:
-        """Fixes that take away names imported from torch.cuda when every use of them was replaced."""
-        if not self._removes:
-            return {}
-        tree = self._ctx.tree
-        replaced = {each.replaced for each in self._fixed} | {each.node for each in self._fixed}
-        gone: dict[cst.CSTNode, set[cst.CSTNode]] = {}
-        for scope in tree.scopes:
-            for assignment in scope.assignments:
-                if isinstance(assignment, ImportAssignment) and self._is_unused(assignment, replaced):
-                    gone.setdefault(assignment.node, set()).add(assignment.as_name)
-        fixes: dict[cst.CSTNode, Fix] = {}
-        for statement, names in gone.items():
-            line = tree.parent(statement)
-            if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1 or not self._may_go(line):
-                continue
-            assert isinstance(statement, cst.Import | cst.ImportFrom)
-            if isinstance(statement.names, cst.ImportStar):
-                continue
-            left = [each for each in statement.names if _bound(each) not in {_text(name) for name in names}]
-            if not left:
-                fixes[line] = _remove_line
-                self._keep_blank(line, fixes)
-            elif not isinstance(statement, cst.ImportFrom) or not statement.lpar:
-                fixes[statement] = _keep_names(left)
-        return fixes
-
-    def _keep_blank(self, line: cst.SimpleStatementLine, fixes: dict[cst.CSTNode, Fix]) -> None:
-        """Give the blank line before a line that goes to the one after it, which begins the group of imports then."""
-        block = self._ctx.tree.parent(line)
-        body = list(block.body) if isinstance(block, cst.Module | cst.IndentedBlock) else []
-        index = next((at for at, each in enumerate(body) if each is line), len(body))
-        following = body[index + 1] if index + 1 < len(body) else None
-        lead = getattr(following, "leading_lines", None)
-        if index == 0 or following is None or lead is None or not line.leading_lines or following in fixes:
-            return
-        if any(each.comment is None for each in lead):
-            return
-
-        def fix(node: cst.CSTNode) -> cst.CSTNode:
-            return node.with_changes(leading_lines=[*line.leading_lines, *node.leading_lines])  # type: ignore[attr-defined]
-
-        fixes[following] = fix
-
-    def _is_unused(self, assignment: ImportAssignment, replaced: set[cst.CSTNode]) -> bool:
-        full = {name.name for name in assignment.get_qualified_names_for(assignment.name)}
-        if len(full) != 1 or not next(iter(full)).startswith("torch.cuda") or "." in assignment.name:
-            return False
-        if len(assignment.scope[assignment.name]) != 1:
-            return False
+def _removals(module: Module, fixed: Sequence[Place]) -> Iterator[Edit]:
+    """Names imported from torch.cuda go when every use of them was replaced."""
+    replaced = {each.node for each in fixed}
+    gone: dict[cst.CSTNode, set[str]] = {}
+    for name, assignment in module.imported():
         uses = [access.node for access in assignment.references]
-        return bool(uses) and all(self._is_within(use, replaced) for use in uses)
-
-    def _is_within(self, node: cst.CSTNode, replaced: set[cst.CSTNode]) -> bool:
-        return any(
-            each in replaced
-            for each in (node, *self._ctx.tree.parents(node))
-            if not isinstance(each, cst.BaseStatement)
-        )
-
-    def _may_go(self, line: cst.SimpleStatementLine) -> bool:
-        """Not from a try or if, where it may be the point, and not when it is the only statement of a block."""
-        block = self._ctx.tree.parent(line)
-        if isinstance(line.trailing_whitespace.comment, cst.Comment) or any(
-            each.comment for each in line.leading_lines
+        full = {module.full_name(use) for use in uses}
+        if (
+            uses
+            and all(each.startswith("torch.cuda") and each != SEVERAL for each in full)
+            and all(any(node in replaced for node in (use, module.parent(use))) for use in uses)
         ):
-            return False
-        if isinstance(block, cst.Module):
-            return True
-        return (
-            isinstance(block, cst.IndentedBlock)
-            and isinstance(self._ctx.tree.parent(block), cst.FunctionDef)
-            and len(block.body) > 1
-        )
-
-    # Inserting ----------------------------------------------------------------------------------------------
-
-    def insert(self, module: cst.Module) -> cst.Module:
-        """The module with what the fixes need imported."""
-        statements = []
-        if self._wants_torch:
-            statements.append("import torch")
-        if self._wants_accelerator:
-            as_name = "" if self._ctx.accelerator == GET_ACCELERATOR else f" as {self._ctx.accelerator}"
-            statements.append(f"from {PACKAGE} import {GET_ACCELERATOR}{as_name}")
-        first_fix = self._first_fixed(module)
-        for statement in statements:
-            module = _insert(module, statement, first_fix)
-            first_fix += 1
-        if self._wants_accelerator:
-            module = _beside_torch(module, statements[-1])
-        return module
-
-    def _first_fixed(self, module: cst.Module) -> int:
-        """The first statement of the new module that differs from the old one's."""
-        for index, (old, new) in enumerate(zip(self._ctx.tree.module.body, module.body, strict=False)):
-            if old is not new and not old.deep_equals(new):
-                return index
-        return len(module.body)
+            gone.setdefault(assignment.node, set()).add(name)
+    for statement, names in gone.items():
+        line = module.parent(statement)
+        alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        if not alone or not isinstance(module.parent(line), cst.Module) or "#" in module.source(line):
+            continue
+        assert isinstance(statement, cst.Import | cst.ImportFrom)
+        kept = [each for each in statement.names if (each.evaluated_alias or each.evaluated_name) not in names]  # type: ignore[union-attr]
+        if not kept:
+            start, end = module.span(statement)
+            yield Edit(start, _after_line(module, end), "")
+        elif isinstance(statement, cst.ImportFrom) and not statement.lpar:
+            first, last = statement.names[0], statement.names[-1]  # type: ignore[index]
+            text = ", ".join(module.source(each) for each in kept)
+            yield Edit(module.span(first)[0], module.span(last)[1], re.sub(r",\s*$", "", re.sub(r",\s*,", ",", text)))
 
 
-def _remove_line(_node: cst.CSTNode) -> cst.RemovalSentinel:
-    return cst.RemovalSentinel.REMOVE
+def _after_line(module: Module, offset: int) -> int:
+    end = module.data.find(b"\n", offset)
+    return len(module.data) if end < 0 else end + 1
 
 
-def _keep_names(left: Sequence[cst.ImportAlias]) -> Fix:
-    def fix(node: cst.CSTNode) -> cst.CSTNode:
-        last = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return node.with_changes(names=[*left[:-1], last])
-
-    return fix
-
-
-def _bound(alias: cst.ImportAlias) -> str:
-    return alias.evaluated_alias or alias.evaluated_name
-
-
-def _text(node: cst.CSTNode) -> str:
-    if isinstance(node, cst.AsName):
-        node = node.name
-    return dotted(node) or ""
+def _insertions(module: Module, lines: Sequence[str], first_use: int) -> Iterator[Edit]:
+    newline = module.tree.default_newline
+    text = "".join(line + newline for line in lines)
+    place, lead, tail = _place(module, first_use)
+    yield Edit(place, place, lead * newline + text + tail * newline)
+    if CELL_MARK in module.text:  # cells are run in any order: each that imports torch brings the name too
+        done = {module.data.count(CELL_MARK.encode(), 0, place)}
+        for statement, line in _imports(module):
+            at = _after_line(module, module.span(line)[1])
+            cell = module.data.count(CELL_MARK.encode(), 0, at)
+            if _root(statement) == "torch" and cell not in done:
+                done.add(cell)
+                yield Edit(at, at, text)
 
 
-def _imports(statement: cst.CSTNode) -> cst.Import | cst.ImportFrom | None:
-    """The import of a line that holds just one."""
-    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+def _place(module: Module, first_use: int) -> tuple[int, int, int]:
+    """Where the import goes, and the blank lines before and after it: among the first imports of other packages.
+
+    As isort and ruff sort them, `import x` stands before `from x import y`, these by their names.
+    """
+    group: list[tuple[cst.Import | cst.ImportFrom, cst.SimpleStatementLine]] = []
+    previous: cst.SimpleStatementLine | None = None
+    for statement, line in _imports(module):
+        if module.span(line)[0] >= first_use:
+            break
+        if _root(statement) == "__future__":
+            continue
+        apart = any(each.comment is None for each in line.leading_lines) or _follows(module, previous) is not line
+        if group and apart and any(_is_third_party(each) for each, _ in group):
+            break
+        group = [(statement, line)] if apart and _is_third_party(statement) else [*group, (statement, line)]
+        previous = line
+    third_party = [(statement, line) for statement, line in group if _is_third_party(statement)]
+    for statement, line in third_party:
+        if isinstance(statement, cst.ImportFrom) and _name(statement).lower() > PACKAGE:
+            return _line_start(module, line), 0, 0
+    if third_party:
+        return _after_line(module, module.span(third_party[-1][1])[1]), 0, 0
+    if group:
+        return _after_line(module, module.span(group[-1][1])[1]), 1, 0
+    start = _after_docstring(module)
+    return start, int(start > 0), 1
+
+
+def _follows(module: Module, line: cst.SimpleStatementLine | None) -> cst.CSTNode | None:
+    """The statement after this line."""
+    if line is None:
         return None
-    only = statement.body[0]
-    return only if isinstance(only, cst.Import | cst.ImportFrom) else None
+    body = module.tree.body
+    index = body.index(line) + 1
+    return body[index] if index < len(body) else None
 
 
-def _module_name(statement: cst.Import | cst.ImportFrom) -> str:
+def _imports(module: Module) -> Iterator[tuple[cst.Import | cst.ImportFrom, cst.SimpleStatementLine]]:
+    """The imports at the top level of the module, each in a line of its own."""
+    for line in module.tree.body:
+        if isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Import | cst.ImportFrom):
+            yield line.body[0], line
+
+
+def _line_start(module: Module, line: cst.SimpleStatementLine) -> int:
+    return module.span(line.body[0])[0]
+
+
+def _after_docstring(module: Module) -> int:
+    """Where the first statement after the docstring and `from __future__` begins, its comments included."""
+    end = 0
+    for number, line in enumerate(module.tree.body):
+        if not isinstance(line, cst.SimpleStatementLine):
+            break
+        first = line.body[0]
+        future = isinstance(first, cst.ImportFrom) and _root(first) == "__future__"
+        docstring = number == 0 and module.tree.get_docstring(clean=False) is not None
+        if not future and not docstring:
+            break
+        end = _after_line(module, module.span(line)[1])
+    if not end:  # after the comments at the top: the interpreter, the encoding, the licence
+        for each in module.tree.header:
+            end += len(module.tree.code_for_node(each).encode("utf-8"))
+    return end
+
+
+def _name(statement: cst.Import | cst.ImportFrom) -> str:
     if isinstance(statement, cst.Import):
-        return dotted(statement.names[0].name) or ""
-    dots = "." * len(statement.relative)
-    return dots + ((dotted(statement.module) or "") if statement.module is not None else "")
+        return dotted(statement.names[0].name)
+    return "." * len(statement.relative) + dotted(statement.module)
+
+
+def _root(statement: cst.Import | cst.ImportFrom) -> str:
+    return _name(statement).split(".")[0]
 
 
 def _is_third_party(statement: cst.Import | cst.ImportFrom) -> bool:
-    name = _module_name(statement)
-    return not name.startswith(".") and name.split(".")[0] not in sys.stdlib_module_names
-
-
-def _insert(module: cst.Module, text: str, first_fix: int) -> cst.Module:
-    line = cst.parse_statement(text)
-    assert isinstance(line, cst.SimpleStatementLine)
-    new = _imports(line)
-    assert new is not None
-    start = _after_docstring(module)
-    # Only what runs before the first use counts.
-    block = [
-        (index, found)
-        for index, statement in enumerate(module.body)
-        if start <= index < max(first_fix, start)
-        for found in [_imports(statement)]
-        if found is not None
-    ]
-    index = _sorted_place(module, block, new) if block else start
-    return _place(module, line, index)
-
-
-def _beside_torch(module: cst.Module, text: str) -> cst.Module:
-    """A notebook with the import also in all other cells that import torch: cells are run in any order, or left out.
-
-    Whoever has come to a place that needs the name has run one of those, since the place needed torch before.
-    """
-    line = cst.parse_statement(text)
-    assert isinstance(line, cst.SimpleStatementLine)
-    name = dotted(cst.ensure_type(line.body[0], cst.ImportFrom).module or cst.Name(PACKAGE))
-    cells: list[list[int]] = []
-    for index, statement in enumerate(module.body):
-        above = module.header if index == 0 else ()
-        if any(_is_mark(each) for each in (*above, *getattr(statement, "leading_lines", ()))):
-            cells.append([])
-        if cells:
-            cells[-1].append(index)
-    body = list(module.body)
-    for cell in reversed(cells):
-        imports = [(index, found) for index in cell if (found := _imports(module.body[index])) is not None]
-        torch = next((index for index, found in imports if _module_name(found).split(".")[0] == "torch"), None)
-        if torch is not None and all(_module_name(found) != name for _, found in imports):
-            body.insert(torch + 1, line)
-    return module.with_changes(body=body)
-
-
-def _after_docstring(module: cst.Module) -> int:
-    """Where the first statement after the docstring and `from __future__` is."""
-    index = 0
-    if module.body and module.get_docstring(clean=False) is not None:
-        index = 1
-    for position, statement in enumerate(module.body):
-        found = _imports(statement)
-        if isinstance(found, cst.ImportFrom) and _module_name(found) == "__future__":
-            index = position + 1
-    return index
-
-
-def _key(statement: cst.Import | cst.ImportFrom) -> tuple[bool, str]:
-    return isinstance(statement, cst.ImportFrom), _module_name(statement).lower()
-
-
-def _sorted_place(
-    module: cst.Module, block: list[tuple[int, cst.Import | cst.ImportFrom]], new: cst.Import | cst.ImportFrom
-) -> int:
-    """Where isort and ruff would have it: among the first third-party imports, `import x` before `from x import y`."""
-    section = _section(module, block)
-    third_party = [(index, each) for index, each in section if _is_third_party(each)]
-    if not third_party:
-        return section[-1][0] + 1
-    names = [_module_name(each).lower() for _, each in third_party]
-    keys = [_key(each) for _, each in third_party]
-    if [plain for plain, _ in keys] == sorted(plain for plain, _ in keys):
-        before = [index for (index, _), key in zip(third_party, keys, strict=True) if key < _key(new)]
-    elif names == sorted(names):
-        before = [
-            index for (index, _), name in zip(third_party, names, strict=True) if name < _module_name(new).lower()
-        ]
-    else:  # in no order: after the first run of plain imports
-        runs = itertools.takewhile(lambda each: isinstance(each[1], cst.Import), third_party)
-        before = [index for index, _ in runs]
-    return max(before) + 1 if before else third_party[0][0]
-
-
-def _section(
-    module: cst.Module, block: list[tuple[int, cst.Import | cst.ImportFrom]]
-) -> list[tuple[int, cst.Import | cst.ImportFrom]]:
-    """The group of imports, ended by a blank line, with the first third-party import; else the last one."""
-    groups: list[list[tuple[int, cst.Import | cst.ImportFrom]]] = []
-    for index, found in block:
-        statement = module.body[index]
-        assert isinstance(statement, cst.SimpleStatementLine)
-        blank = any(each.comment is None or _is_mark(each) for each in statement.leading_lines)
-        if not groups or blank or groups[-1][-1][0] != index - 1:
-            groups.append([])
-        groups[-1].append((index, found))
-    third_party = [group for group in groups if any(_is_third_party(each) for _, each in group)]
-    if third_party:
-        return third_party[0]
-    stdlib = [group for group in groups if any(not _module_name(each).startswith(".") for _, each in group)]
-    return stdlib[-1] if stdlib else groups[0]
-
-
-def _place(module: cst.Module, line: cst.SimpleStatementLine, index: int) -> cst.Module:
-    """Insert the line before the statement at `index`; comments stay with the statement that they precede."""
-    body = list(module.body)
-    gap = cst.EmptyLine(indent=False)
-    following = body[index] if index < len(body) else None
-    lead: list[cst.EmptyLine] = list(getattr(following, "leading_lines", ()))
-    following_is_apart = following is None or not _is_third_party_line(following) or bool(lead)
-    if index == 0 or not _is_third_party_line(body[index - 1]):
-        moved = _own_lines(lead)
-        first = index == 0 and not module.header
-        above = [each for each in lead[:moved] if not first or each.comment is not None]
-        joined = index and _imports(body[index - 1]) is not None and following is not None and not following_is_apart
-        line = line.with_changes(leading_lines=above or ([gap] if index and not joined else []))
-        lead = lead[moved:]
-        if following is not None:
-            if not _is_third_party_line(following) and not (lead and lead[0].comment is None):
-                lead = [gap] * (2 if isinstance(following, cst.FunctionDef | cst.ClassDef) else 1) + lead
-            body[index] = following.with_changes(leading_lines=lead)
-    body.insert(index, line)
-    return module.with_changes(body=body)
-
-
-def _is_third_party_line(statement: cst.CSTNode) -> bool:
-    found = _imports(statement)
-    return found is not None and _is_third_party(found)
-
-
-def _own_lines(lead: Sequence[cst.EmptyLine]) -> int:
-    """How many of the lines before a statement go before what is inserted there: blanks, and a notebook's cell mark."""
-    marks = [position for position, each in enumerate(lead) if _is_mark(each)]
-    if marks:
-        return marks[-1] + 1
-    count = 0
-    while count < len(lead) and lead[count].comment is None:
-        count += 1
-    return count
-
-
-def _is_mark(line: cst.EmptyLine) -> bool:
-    return line.comment is not None and line.comment.value.startswith(CELL_MARK)
+    root = _root(statement)
+    return bool(root) and root not in sys.stdlib_module_names

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 
-from anyaccel.port import tables
+from anyaccel.port.rules import WORDS
 from anyaccel.port.source import UnreadableError
-from anyaccel.port.tables import CELL_MARK, MAGIC_MARK
 
+# Begins a cell where the cells of a notebook are one module; ends a line that stands for one of IPython.
+CELL_MARK = "# anyaccel-cell:"
+MAGIC_MARK = "# anyaccel-line:"
 _MAGIC = re.compile(r"(?P<indent>[ \t]*)(?:[%!?]|[\w.]+\?{1,2}\s*$|[\w.,() \t]+=\s*[%!])")
-_SHELLS = ("%%bash", "%%sh", "%%shell", "%%script", "%%system", "%%!")
-_PYTHON = ("%%writefile", "%%file", "%%python", "%%python3")
 _MASK = re.compile(rf"pass  {re.escape(MAGIC_MARK)}(\d+)\n?")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -44,17 +44,14 @@ class Notebook:
     Attributes:
         module: the cells, each after a line with a mark; lines of magic stand as `pass`.
         masked: the lines that `pass` stands for.
-        commands: what the notebook has IPython or a shell run.
-        written: cell, line and text of the first line about CUDA in a cell that is written to a file or run by another
-            Python (`%%writefile train.py`); None where there is none.
+        unread: which cell about CUDA is not Python, and why; empty where all can be read.
     """
 
     text: str
     cells: tuple[Cell, ...]
     module: str
     masked: tuple[str, ...]
-    commands: tuple[str, ...] = ()
-    written: tuple[int, int, str] | None = None
+    unread: str = ""
 
     def cell_of(self, line: int) -> tuple[int, int]:
         """The number of the cell and the line in it, for a line of the module."""
@@ -83,7 +80,7 @@ def read(text: str) -> Notebook:
     """Take a notebook apart.
 
     Raises:
-        UnreadableError: it is no notebook, or a cell about CUDA is not Python.
+        UnreadableError: it is no notebook.
     """
     try:
         content = json.loads(text)
@@ -99,29 +96,19 @@ def read(text: str) -> Notebook:
     kept: list[Cell] = []
     parts: list[str] = []
     masked: list[str] = []
-    commands: list[str] = []
-    written = None
+    unread = ""
     for cell in cells:
         if _is_foreign(cell.source):
-            magic = cell.source.split(None, 1)[0]
-            if magic in _SHELLS:
-                commands += cell.source.splitlines()
-            elif magic in _PYTHON:
-                written = written or _about_cuda(cell)
             continue
         try:
             code = _masked(cell.source, masked)
         except SyntaxError as error:
-            # Nobody can tell what such a cell does, so what works together with it is not ported either.
-            if tables.WORDS.search(cell.source):
-                raise UnreadableError(
-                    f"cell {cell.number} is not Python, and CUDA is in it: {error.msg} (line {error.lineno}); mend the "
-                    "cell, or remove it"
-                ) from None
+            if WORDS.search(cell.source) and not unread:
+                unread = f"cell {cell.number} is not Python, and CUDA is in it: {error.msg} (line {error.lineno})"
             continue
         kept.append(cell)
         parts.append(f"{CELL_MARK}{cell.number}\n{code}\n")
-    return Notebook(text, tuple(kept), "".join(parts), tuple(masked), (*masked, *commands), written)
+    return Notebook(text, tuple(kept), "".join(parts), tuple(masked), unread)
 
 
 def _is_foreign(source: str) -> bool:
@@ -130,11 +117,6 @@ def _is_foreign(source: str) -> bool:
         return True
     first = source.split("\n", 1)[0]
     return first.startswith("%%") and first.split()[0] not in ("%%time", "%%timeit", "%%capture", "%%prun")
-
-
-def _about_cuda(cell: Cell) -> tuple[int, int, str] | None:
-    lines = cell.source.splitlines()
-    return next(((cell.number, n, line.strip()) for n, line in enumerate(lines, 1) if tables.WORDS.search(line)), None)
 
 
 def _masked(source: str, masked: list[str]) -> str:

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.port.finding import Finding
+from anyaccel.port.rule import Tier
 from anyaccel.port.rules import BY_CODE
 from anyaccel.port.run import Outcome
+
+_MARKS = {Tier.SAFE: " [fixable]", Tier.UNSAFE: " [fixable with --unsafe-fixes]", Tier.REPORT: ""}
 
 
 def line(finding: Finding) -> str:
     """`file:line:col RULE message [fixable]`."""
-    return f"{finding.place} {finding.code} {finding.message}{' [fixable]' if finding.fixable else ''}"
+    return f"{finding.place} {finding.code} {finding.message}{_MARKS[finding.tier]}"
 
 
 def problem(outcome: Outcome) -> str:
@@ -52,17 +55,15 @@ def as_dict(finding: Finding, fixed: bool) -> dict[str, Any]:
         "code": finding.code,
         "rule": BY_CODE[finding.code].title,
         "message": finding.message,
-        "fixable": finding.fixable,
+        "tier": str(finding.tier),
         "fixed": fixed,
-        "waits": finding.waits,
     }
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, dict[str, int]]:
-    """For each rule how many can be fixed and how many are only reported."""
-    tally = Counter((finding.code, finding.fixable) for finding in findings)
-    codes = sorted({code for code, _ in tally})
-    return {code: {"fixable": tally[code, True], "reported": tally[code, False]} for code in codes}
+    """For each rule how many places of each tier."""
+    tally = Counter((finding.code, finding.tier) for finding in findings)
+    return {code: {str(tier): tally[code, tier] for tier in Tier} for code in sorted({code for code, _ in tally})}
 
 
 def plural(count: int, word: str) -> str:

@@ -299,7 +299,14 @@ class State:
         index = self.index(device)
         if self.vendor.vendor == "hpu":
             return f"(sramBaseAddress=0x{index}, dramEnabled=1)"
-        known = {"total_memory": 80 * GIB + index, "has_fp16": True, "has_fp64": False}
+        known = {
+            "name": "fake",
+            "major": 9,
+            "minor": 0,
+            "total_memory": 80 * GIB + index,
+            "has_fp16": True,
+            "has_fp64": False,
+        }
         if self.vendor.vendor == "mtia":
             return known
         # ipex's were not recorded; torch.xpu's are those of the same driver.

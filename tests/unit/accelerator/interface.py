@@ -74,6 +74,12 @@ METHODS = {
     "get_compile_backend": "",
     "set_compile_backend": "backend",
     "device_properties": "device_index=None",
+    "device_capability": "device_index=None",
+    "device_guard": "device_index",
+    "mem_get_info": "device_index=None",
+    "memory_summary": "device_index=None, abbreviated=False",
+    "get_rng_state_all": "",
+    "set_rng_state_all": "new_states",
 }
 PROPERTIES = {
     "Stream",

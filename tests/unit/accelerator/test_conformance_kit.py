@@ -242,6 +242,13 @@ def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     QUEUES[1:] = []
 
 
+def left_there(self: Accelerator, device_index: Any) -> Any:
+    """A guard that does not go back."""
+    if device_index is not None:
+        self.set_device(device_index)
+    return contextlib.nullcontext()
+
+
 # What is right passes -----------------------------------------------------------------------------------------
 
 
@@ -437,6 +444,7 @@ WRONG = [
     wrong("identity-tensors", "on meta False", on_accelerator=True),
     wrong("identity-tensors", "device type", device_name="meta", device=torch.device("cpu")),
     wrong("identity-synchronize", "return None", synchronize=True),
+    wrong("identity-a_guard", "current_device() 0", Queue, device_guard=left_there),
     # declaration
     wrong("declaration-the_spec", "spec.torch_module", spec=dataclasses.replace(CPU.spec, torch_module="")),
     wrong("declaration-the_spec", "api_version", spec=dataclasses.replace(CPU.spec, api_version=99)),
@@ -461,6 +469,8 @@ WRONG = [
         get_rng_state=torch.Generator().get_state(),
         set_rng_state=nothing,
     ),
+    wrong("random_numbers-the_states", "the number of states", get_rng_state_all=[]),
+    wrong("random_numbers-the_states", "the same numbers", set_rng_state_all=nothing),
     wrong("random_numbers-a_seed", "initial_seed() 7", manual_seed=nothing),
     wrong("random_numbers-a_seed", "same numbers", manual_seed=nothing, initial_seed=7),
     wrong("random_numbers-a_seed", "other numbers", manual_seed=lambda self, seed: CPU.manual_seed(self, 7)),
@@ -521,6 +531,11 @@ WRONG = [
     wrong("memory-total_memory", "of type int", total_memory="23 GiB"),
     wrong("memory-device_properties", "a name", device_properties=DeviceProperties("", 1)),
     wrong("memory-device_properties", "total_memory", device_properties=DeviceProperties("a device", 1)),
+    wrong("memory-the_capability", "of type tuple", device_capability=[9, 0]),
+    wrong("memory-the_capability", "the types", device_capability=("9", 0)),
+    wrong("memory-free_and_total", "bytes free", mem_get_info=(2, 1)),
+    wrong("memory-the_summary", "of type str", memory_summary={}),
+    wrong("memory-the_summary", "a text", memory_summary=""),
     wrong("memory-available", "to shrink", available_memory=standing_still),
     wrong("memory-available", "from 0 to", available_memory=-1),
     wrong("memory-available", "from 0 to", available_memory=1 << 60),

@@ -193,6 +193,25 @@ def test_memory_size(cpu: CpuAccelerator) -> None:
     assert 0 < cpu.available_memory() <= cpu.total_memory(0)
     assert cpu.device_properties() == DeviceProperties(cpu.device_properties(0).name, cpu.total_memory())
     assert cpu.device_properties().name
+    assert cpu.device_capability(0) == (0, 0)
+    assert cpu.mem_get_info()[1] == cpu.total_memory()
+    assert "allocated_bytes.all.current" in cpu.memory_summary(0)
+
+
+def test_names_and_devices_of_cuda_count_as_the_cpus(cpu: CpuAccelerator) -> None:
+    for device in (None, 3, "1", "cuda:1", torch.device("cuda"), "cpu"):
+        assert cpu.device_name(device) == "cpu"
+        with cpu.device_guard(device):
+            assert cpu.current_device() == 0
+    with pytest.raises(UsageError, match="'meta' is none of"):
+        cpu.device_name("meta")
+
+
+def test_the_states_of_all_devices(cpu: CpuAccelerator) -> None:
+    states = cpu.get_rng_state_all()
+    first = torch.rand(3)
+    cpu.set_rng_state_all(states)
+    assert torch.equal(torch.rand(3), first)
 
 
 def test_dtypes_that_are_claimed_compute(cpu: CpuAccelerator) -> None:

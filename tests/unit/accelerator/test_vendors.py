@@ -8,13 +8,9 @@ import importlib.util
 import re
 from pathlib import Path
 
-import pytest
-
 import anyaccel
 from anyaccel.accelerator.select import REGISTRY
 from anyaccel.launch import devices
-from anyaccel.port.context import VENDORS as IN_NAMES
-from anyaccel.port.syntax import OTHER_DEVICE
 from anyaccel.vendors import FAMILIES, OTHERS, VENDORS
 
 PACKAGE = Path(anyaccel.__file__).parent
@@ -46,12 +42,6 @@ def test_the_launcher_knows_where_to_look_for_each() -> None:
     assert by_code <= VENDORS.keys() - by_file
     # Apple's devices have no files, and nobody sells Meta's.
     assert VENDORS.keys() - by_file - by_code == {"mps", "mtia", "cpu"}
-
-
-@pytest.mark.parametrize("name", VENDORS)
-def test_the_porting_tool_knows_each(name: str) -> None:
-    assert OTHER_DEVICE.fullmatch(f"{name}:1")
-    assert bool(IN_NAMES.search(f"is_{name}_available")) == (name in OTHERS)
 
 
 def vendors_in(source: str) -> set[str]:

@@ -142,6 +142,20 @@ def random_state(a: Any, vendor: Any, given: Any) -> list[bool]:
     return seen
 
 
+def all_states(a: Any, vendor: Any, given: Any) -> bool:
+    """Whether the states of all devices can be set and come back."""
+    states = [torch.Generator().manual_seed(77).get_state()] * a.device_count()
+    a.set_rng_state_all(states)
+    return all(map(torch.equal, a.get_rng_state_all(), states))
+
+
+def guarded(a: Any, vendor: Any, given: Any) -> list[int]:
+    """The current device within a guard and after it."""
+    with a.device_guard(0):
+        inside = a.current_device()
+    return [inside, a.current_device()]
+
+
 def set_device(a: Any, vendor: Any, given: Any) -> list[Any]:
     seen = []
     for where in each_way(a.spec.device_type):
@@ -315,6 +329,7 @@ CASES: dict[str, Case] = {
     "device_name": Case(lambda a, v, g: [a.device_name(), a.device_name(0)], ["{kind}", "{kind}:0"]),
     "device": Case(lambda a, v, g: [str(a.device()), str(a.device(1))], ["{kind}", "{kind}:1"]),
     "set_device": Case(set_device, [0, 1, 0, 1, 0, 1]),
+    "device_guard": Case(guarded, [0, 1]),
     "current_device": Case(lambda a, v, g: a.current_device(), 1),
     "current_device_name": Case(lambda a, v, g: a.current_device_name(), "{kind}:1"),
     "device_count": Case(lambda a, v, g: a.device_count(), 2),
@@ -323,6 +338,8 @@ CASES: dict[str, Case] = {
     "random": Case(lambda a, v, g: a.random() is torch.random, True),
     "set_rng_state": Case(random_state, [True] * 7),
     "get_rng_state": Case(random_state, [True] * 7),
+    "get_rng_state_all": Case(all_states, True),
+    "set_rng_state_all": Case(all_states, True),
     "manual_seed": Case(seeded("manual_seed"), [False, True]),
     "manual_seed_all": Case(seeded("manual_seed_all"), [True, True]),
     "initial_seed": Case(lambda a, v, g: a.initial_seed(), 11, lambda a, v: a.manual_seed(11)),
@@ -355,7 +372,14 @@ CASES: dict[str, Case] = {
         lambda a, v, g: [item.total_memory for item in per_device("device_properties")(a, v, g) if item.name],
         figures(80 * GIB),
     ),
+    "device_capability": Case(
+        lambda a, v, g: [len(each) for each in per_device("device_capability")(a, v, g)], [2] * 7
+    ),
     "available_memory": Case(per_device("available_memory"), figures(70 * GIB)),
+    "mem_get_info": Case(
+        lambda a, v, g: [free < total for free, total in per_device("mem_get_info")(a, v, g)], [True] * 7
+    ),
+    "memory_summary": Case(lambda a, v, g: all(map(bool, per_device("memory_summary")(a, v, g))), True),
     "is_bf16_supported": Case(lambda a, v, g: a.is_bf16_supported(), True),
     "is_fp16_supported": Case(lambda a, v, g: a.is_fp16_supported(), True),
     "is_fp64_supported": Case(lambda a, v, g: a.is_fp64_supported(), True),
@@ -466,6 +490,7 @@ BACKENDS: dict[str, Backend] = {
             "device_name": ["cpu", "cpu"],
             "device": ["cpu", "cpu"],
             "set_device": [0] * 6,  # nothing is set: a process is one device
+            "device_guard": [0, 0],
             "current_device": 0,
             "current_device_name": "cpu",
             "device_count": lambda got: got >= 1,
@@ -500,8 +525,8 @@ BACKENDS: dict[str, Backend] = {
         INTEL,
         "ZE_AFFINITY_MASK",
         {**NO_FP64, **NOT_CAPTURING, "build_extension": "DpcppBuildExtension"},
-        XPU_ABSENT | GRAPHS | {"available_memory"},
-        frozenset({"available_memory"}),
+        XPU_ABSENT | GRAPHS | {"available_memory", "mem_get_info"},
+        frozenset({"available_memory", "mem_get_info"}),
         entry="xpu.ipex",
     ),
     "xpu.external": Backend(
@@ -554,6 +579,7 @@ BACKENDS: dict[str, Backend] = {
             **NOT_CAPTURING,
             "resolves_data_dependency": True,
             "set_device": [1] * 6,  # nothing is set: there is one device
+            "device_guard": [0, 0],
             "current_device": 0,
             "current_device_name": "mps:0",
             "manual_seed": lambda got: any(got),
@@ -627,6 +653,7 @@ BACKENDS: dict[str, Backend] = {
                 "max_memory_reserved",
                 "max_memory_cached",
                 "available_memory",
+                "mem_get_info",
                 "is_current_stream_capturing",
                 "communication_backend_name",
                 *REGISTRATION,

@@ -91,7 +91,8 @@ class CpuAccelerator(Accelerator):
 
     # Identity -----------------------------------------------------------------------------------------------
 
-    def device_name(self, device_index: int | None = None) -> str:
+    def device_name(self, device_index: DeviceIndex = None) -> str:
+        self._named_index(device_index)
         return "cpu"
 
     def current_device_name(self) -> str:
@@ -188,7 +189,7 @@ class CpuAccelerator(Accelerator):
 
     # Data types ---------------------------------------------------------------------------------------------
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return True  # torch computes it on every CPU, natively or through float32
 
     def is_fp16_supported(self) -> bool:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from anyaccel import env
+from anyaccel.accelerator.base import DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
@@ -51,9 +52,19 @@ class CudaAccelerator(TorchDeviceAccelerator):
         """Major compute capability of the current device; gfx generation on ROCm."""
         return int(self._vendor("get_device_capability")()[0])
 
-    def is_bf16_supported(self) -> bool:
-        # Without including_emulation=False it is True on every card, also where bf16 is emulated and slow.
-        return bool(self._vendor("is_bf16_supported")(including_emulation=False))
+    def device_properties(self, device_index: DeviceIndex = None) -> Any:
+        return self._vendor("get_device_properties")(self._index(device_index))  # with all that is CUDA's own
+
+    def mem_get_info(self, device_index: DeviceIndex = None) -> tuple[int, int]:
+        free, total = self._vendor("mem_get_info")(device_index)
+        return int(free), int(total)
+
+    def memory_summary(self, device_index: DeviceIndex = None, abbreviated: bool = False) -> str:
+        return str(self._vendor("memory_summary")(device_index, abbreviated))
+
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
+        # With including_emulation it is True on every card, also where bf16 is emulated and slow.
+        return bool(self._vendor("is_bf16_supported")(including_emulation=including_emulation))
 
     def is_fp16_supported(self) -> bool:
         # 7 is the first with tensor cores; 6 computes fp16 but is only allowed on request, as in DeepSpeed.

@@ -56,7 +56,8 @@ class HpuAccelerator(TorchDeviceAccelerator):
     def handles_memory_backpressure(self) -> bool:
         return True  # the runtime waits for memory by itself
 
-    def device_name(self, device_index: int | None = None) -> str:
+    def device_name(self, device_index: DeviceIndex = None) -> str:
+        self._named_index(device_index)
         return "hpu"  # a process has one device, chosen by set_device
 
     def current_device_name(self) -> str:
@@ -101,7 +102,7 @@ class HpuAccelerator(TorchDeviceAccelerator):
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         return int(self._vendor("memory_stats")(device_index)["Limit"])
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return True  # its native type
 
     def is_fp16_supported(self) -> bool:

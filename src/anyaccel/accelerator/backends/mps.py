@@ -175,7 +175,7 @@ class MpsAccelerator(TorchDeviceAccelerator):
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         return max(0, self.total_memory() - self.memory_reserved())
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))  # the first with bfloat16 in Metal
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:

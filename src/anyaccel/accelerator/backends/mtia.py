@@ -31,6 +31,7 @@ class MtiaAccelerator(TorchDeviceAccelerator):
                 Capability.RESERVED_MEMORY: _NOT_THERE,
                 "max_memory_reserved": _NOT_THERE,
                 "available_memory": _NOT_THERE,
+                "mem_get_info": _NOT_THERE,
                 "is_current_stream_capturing": _NOT_THERE,
                 Capability.COLLECTIVES: "torch.distributed registers no backend for mtia",
             }

@@ -60,7 +60,7 @@ class XpuAccelerator(TorchDeviceAccelerator):
     def _property(self, name: str) -> bool:
         return bool(getattr(self._vendor("get_device_properties")(self.current_device()), name))
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return bool(self._vendor("is_bf16_supported")(including_emulation=False))
 
     def is_fp16_supported(self) -> bool:

@@ -53,7 +53,7 @@ class IpexAccelerator(XpuAccelerator):
             return False  # an IPEX that puts its own torch.xpu in the place of torch's, as older ones did
         return super()._provides(capability)
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return not hasattr(self._module, "is_bf16_supported") or super().is_bf16_supported()
 
     def use_host_timers(self) -> bool:

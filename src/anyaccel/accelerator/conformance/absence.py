@@ -32,6 +32,7 @@ _CALLS: Mapping[str, Callable[[Accelerator], Any]] = {
     "Event": lambda accelerator: accelerator.Event,
     "capture_to_graph": lambda accelerator: accelerator.capture_to_graph(object()),
     "set_rng_state": lambda accelerator: accelerator.set_rng_state(torch.zeros(16, dtype=torch.uint8)),
+    "set_rng_state_all": lambda accelerator: accelerator.set_rng_state_all([torch.zeros(16, dtype=torch.uint8)]),
     "manual_seed": lambda accelerator: accelerator.manual_seed(1),
     "manual_seed_all": lambda accelerator: accelerator.manual_seed_all(1),
     "create_op_builder": lambda accelerator: accelerator.create_op_builder("NoSuchBuilder"),

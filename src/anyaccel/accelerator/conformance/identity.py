@@ -64,6 +64,16 @@ def check_set_device_is_what_current_device_returns(accelerator: Accelerator) ->
     expect_equal("after setting it back, current_device()", accelerator.current_device(), before)
 
 
+@check("identity", "device_guard")
+def check_a_guard_restores_the_current_device(accelerator: Accelerator) -> None:
+    """For every device, and for None, which leaves it as it is."""
+    before = accelerator.current_device()
+    for index in (None, *range(accelerator.device_count())):
+        with accelerator.device_guard(index):
+            pass
+        expect_equal(f"after device_guard({index}), current_device()", accelerator.current_device(), before)
+
+
 @check("identity", "on_accelerator")
 def check_tensors_land_where_asked(accelerator: Accelerator) -> None:
     """On every device, with their values, and on_accelerator knows them."""

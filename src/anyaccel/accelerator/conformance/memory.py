@@ -203,6 +203,30 @@ def check_device_properties_have_a_name(accelerator: Accelerator) -> None:
     expect_equal("device_properties().total_memory", properties.total_memory, accelerator.total_memory())
 
 
+@check("memory", "device_capability")
+def check_the_capability_is_two_numbers(accelerator: Accelerator) -> None:
+    """(0, 0) where the device has none."""
+    capability = accelerator.device_capability()
+    expect_type("device_capability()", capability, tuple)
+    expect_equal("the types in device_capability()", [type(each) for each in capability], [int, int])
+
+
+@check("memory", "mem_get_info")
+def check_free_and_total_memory_come_together(accelerator: Accelerator) -> None:
+    """Free memory first, and no more than there is."""
+    free, total = accelerator.mem_get_info()
+    expect_type("mem_get_info()[0]", free, int)
+    expect(0 <= free <= total, f"mem_get_info() with at most {total} bytes free", free)
+
+
+@check("memory", "memory_summary")
+def check_the_summary_is_text(accelerator: Accelerator) -> None:
+    """For people to read."""
+    summary = accelerator.memory_summary()
+    expect_type("memory_summary()", summary, str)
+    expect(bool(summary), "a text from memory_summary()", summary)
+
+
 @check("memory", "available_memory")
 def check_available_memory_shrinks_with_a_tensor(accelerator: Accelerator) -> None:
     """By its size in bytes, for one of several tensors.

@@ -46,6 +46,16 @@ def check_a_state_brings_the_same_numbers_again(accelerator: Accelerator) -> Non
         expect(torch.equal(again, first), f"the same numbers after set_rng_state, device {index}", again)
 
 
+@check("random numbers", "get_rng_state_all", "set_rng_state_all")
+def check_the_states_of_all_devices_bring_the_same_numbers_again(accelerator: Accelerator) -> None:
+    """One state a device."""
+    states = [state.clone() for state in accelerator.get_rng_state_all()]
+    expect_equal("the number of states of get_rng_state_all()", len(states), accelerator.device_count())
+    first = _draw(accelerator, 0)
+    expect_none("set_rng_state_all()", accelerator.set_rng_state_all, states)
+    expect(torch.equal(_draw(accelerator, 0), first), "the same numbers after set_rng_state_all()", "others")
+
+
 @check("random numbers", "manual_seed", "initial_seed")
 def check_a_seed_brings_the_same_numbers_again(accelerator: Accelerator) -> None:
     """On the current device."""

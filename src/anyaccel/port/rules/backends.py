@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL, as the backend of torch.distributed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from anyaccel.port.module import Module, text_of
+from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.uses import is_key, is_listed, is_text
+
+RULE = Rule(
+    code="ACC401",
+    title="the backend nccl",
+    tier=Tier.SAFE,
+    why="`communication_backend_name()` is the accelerator's backend, on CUDA `nccl`. A list that names other backends "
+    "too needs a reader.",
+    before='dist.init_process_group("nccl", rank=rank)\nif args.backend == "nccl":\n    y = 1',
+    after="""\
+dist.init_process_group(get_accelerator().communication_backend_name(), rank=rank)
+if args.backend == get_accelerator().communication_backend_name():
+    y = 1""",
+    left='dist.init_process_group("cpu:gloo,cuda:nccl")',
+)
+_SEVERAL = re.compile(r"(?:\w+:\w+,)*cuda:\w+(?:,\w+:\w+)*")
+
+
+@RULE.on_node(cst.SimpleString)
+def find(module: Module, node: cst.SimpleString) -> Iterator[Place]:
+    """The backend's name in a string."""
+    text = text_of(node) or ""
+    if text.lower() == "nccl" and (is_key(module, node) or not is_text(module, node)):
+        tier = Tier.UNSAFE if is_key(module, node) or is_listed(module, node, "gloo", "mpi") else None
+        edit = module.replace(node, module.method("communication_backend_name"))
+        yield Place(node, "`'nccl'`; use `get_accelerator().communication_backend_name()`", (edit,), tier)
+    elif _SEVERAL.fullmatch(text) and not text.removeprefix("cuda:").isdecimal():
+        advice = "name the accelerator's device and communication_backend_name() instead, or leave the backend out"
+        yield Place(node, f"`{text!r}`: not fixed: {advice}")

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of CUDA devices: "cuda", "cuda:0", f"cuda:{i}" and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from anyaccel.port.module import Edit, Module
+from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.uses import device_text, guarded, is_key, is_listed, is_text, use_of
+
+RULE = Rule(
+    code="ACC201",
+    title="the name of a CUDA device",
+    tier=Tier.SAFE,
+    why="`device_name()` and `device_name(i)` are the accelerator's names, on CUDA the same texts. In a "
+    "comparison the branch for CUDA becomes the accelerator's. Keys that are looked up, and lists that "
+    "name the CPU as well, need a reader: on a CPU both names would be the same. Texts for people stay.",
+    before="""\
+x = torch.zeros(2, device='cuda')
+y = x.to(f"cuda:{rank}")
+device = torch.device("cuda", rank)
+if x.device.type == "cuda":
+    y = 1""",
+    after="""\
+x = torch.zeros(2, device=get_accelerator().device_name())
+y = x.to(get_accelerator().device_name(rank))
+device = torch.device(get_accelerator().device_name(rank))
+if x.device.type == get_accelerator().device_name():
+    y = 1""",
+    left="""\
+kernels = {"cuda": run_on_cuda, "cpu": run_on_cpu}
+for device in ["cpu", "cuda"]:
+    test(device)""",
+)
+_MESSAGE = "a CUDA device's name; use `get_accelerator().device_name(...)`"
+
+
+@RULE.on_node(cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call)
+def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
+    """Such a name, in all its spellings."""
+    index = device_text(node)
+    if index is None:
+        return
+    if is_text(module, node):
+        if is_key(module, node):
+            yield Place(
+                node,
+                f"{_MESSAGE} where it is no key",
+                (module.replace(node, module.method("device_name")),),
+                Tier.UNSAFE,
+            )
+        return
+    if _asks_for_cuda(module, node):
+        return
+    tier = Tier.UNSAFE if is_listed(module, node, "cpu") else None
+    use = use_of(module, node)
+    guards = guarded(module, node) if use.kind in ("Comparison", "ComparisonTarget") else None
+    if isinstance(index, str):
+        edits = _with_index(module, node, use.call) if use.call is not None and not index else ()
+        edits = edits or (module.replace(node, module.method("device_name", *([index] if index else []))),)
+    else:
+        (start, end), (first, last) = module.span(node), module.span(index)
+        edits = (Edit(start, first, module.device_name), Edit(last, end, ")"))
+        if index.lpar or "#" in module.source(node):
+            edits = ()
+    yield Place(node, _MESSAGE, edits, tier, guards=guards)
+
+
+def _with_index(module: Module, node: cst.BaseExpression, call: cst.Call) -> tuple[Edit, ...]:
+    """torch.device("cuda", i) has the index beside the name."""
+    if module.full_name(call.func) != "torch.device" or len(call.args) != 2 or call.args[0].value is not node:
+        return ()
+    name, index = call.args
+    opening = Edit(module.span(name)[0], module.span(index.value)[0], module.device_name)
+    return opening, module.after(index.value, ")")
+
+
+def _asks_for_cuda(module: Module, node: cst.BaseExpression) -> bool:
+    """Whether it is compared with the accelerator's own name, by which code asks for CUDA itself."""
+    comparison = module.enclosing(node, cst.Comparison)
+    return use_of(module, node).kind in ("Comparison", "ComparisonTarget") and ".device_name()" in module.code(
+        comparison
+    )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-locked host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from anyaccel.port.module import Edit, Module
+from anyaccel.port.rule import Place, Rule, Tier
+
+RULE = Rule(
+    code="ACC302",
+    title="pin_memory() of tensors",
+    tier=Tier.SAFE,
+    why="`pin_memory(x)` gives the tensor itself where the device has no use for page-locked memory, and "
+    "torch raises an error. `pin_memory=True` of a DataLoader is only a warning there, and stays.",
+    before="x = torch.randn(2).pin_memory()\ny = torch.empty(2, pin_memory=True)",
+    after="""\
+x = get_accelerator().pin_memory(torch.randn(2))
+y = torch.empty(2, pin_memory=get_accelerator().device_name() != "cpu")""",
+)
+
+
+@RULE.on_node(cst.Call)
+def find(module: Module, node: cst.Call) -> Iterator[Place]:
+    """The methods pin_memory and is_pinned, and the argument of torch's functions that make tensors."""
+    match node:
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name("pin_memory" | "is_pinned") as name), args=[]):
+            if module.code(value) not in (f"{module.accelerator}()", "super()"):
+                begin = module.before(value, module.method(name.value)[:-1])
+                edits: tuple[Edit, ...] = (begin, Edit(module.end(value), module.span(node)[1], ")"))
+                edits = () if "#" in module.source(node)[len(module.source(value)) :] else edits
+                yield Place(node, f"`.{name.value}()`; use `get_accelerator().{name.value}(...)`", edits)
+        case cst.Call(func=func, args=args) if (
+            module.full_name(func).count(".") == 1 and module.full_name(func)[:6] == "torch."
+        ):
+            for arg in args:
+                match arg:
+                    case cst.Arg(keyword=cst.Name("pin_memory"), value=cst.Name("True") as value):
+                        edit = module.replace(value, f'{module.method("device_name")} != "cpu"')
+                        yield Place(value, "`pin_memory=True`; use it where there is a device", (edit,))
