@@ -17,8 +17,9 @@ RULE = Rule(
     code="ACC106",
     title="torch.cuda.Stream, Event, FloatTensor and the like",
     tier=Tier.SAFE,
-    why="The accelerator has them under the same names; streams and events of a synchronous device have nothing to wait "
-    "for. Typed tensors make tensors, are known to isinstance(), and are the texts that `x.type()` gives and takes.",
+    why="The accelerator has them under the same names; streams and events of a synchronous device have nothing to "
+    "wait for. Typed tensors make tensors, are known to isinstance(), and are the texts that `x.type()` gives and "
+    "takes.",
     before="""\
 start, s = torch.cuda.Event(enable_timing=True), torch.cuda.Stream()
 x = torch.cuda.FloatTensor(2, 3)
