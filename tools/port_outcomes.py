@@ -86,7 +86,8 @@ def read_programs(path: Path) -> list[Program]:
     for entry in listed["program"]:
         for name in ("paths", "absent"):
             entry[name] = tuple(entry.get(name, ()))
-        programs.append(Program(**entry, commit=listed["commits"][entry["repository"]]))
+        name, kind, source = entry.pop("about").split(", ")
+        programs.append(Program(name, kind, source, listed["commits"][source], **entry))
     names = [program.name for program in programs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

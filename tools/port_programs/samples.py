@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import wave
 from pathlib import Path
@@ -101,3 +102,36 @@ class TacotronSTFT(torch.nn.Module):
         return torch.log(torch.clamp(self.mel @ self.stft.transform(sound)[0], min=1e-5))
 """)
     Path(folder, "stft.py").write_text("from layers import STFT\n")
+
+
+def texts(path: str, count: int) -> None:
+    """Records of a text and of a conversation, a line each."""
+    with Path(path).open("w") as file:
+        for number in range(count):
+            said = words(10, number).strip()
+            talk = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+            file.write(json.dumps({"text": said, "conversations": talk}) + "\n")
+
+
+def json_datasets(path: str) -> None:
+    """A module in the place of Hugging Face's datasets, which reads records of a line each."""
+    Path(path).write_text("""
+import json
+class Features(dict): pass
+def Value(*args): return args
+Sequence = Value
+def load_dataset(kind, data_files, split, **options):
+    with open(data_files) as file:
+        return [json.loads(line) for line in file]
+""")
+
+
+def cora(folder: str, nodes: int) -> None:
+    """A graph of papers in the files of Cora: words and a class of each, and who cites whom."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    made_by = Generator(0)
+    with Path(folder, "cora.content").open("w") as file:
+        for node in range(nodes):
+            present = " ".join(map(str, made_by.randint(0, 2, 20)))
+            file.write(f"{node} {present} class{node % 7}\n")
+    numpy.savetxt(Path(folder, "cora.cites"), made_by.randint(0, nodes, (4 * nodes, 2)), fmt="%d")

@@ -20,17 +20,23 @@ def after(name: str, change: Callable[[Any], None]) -> None:
     """Call `change` with a module once it has been loaded, whoever loads it."""
 
     class Finder:
+        looking = False
+
         @staticmethod
         def find_spec(wanted: str, path: Any = None, target: Any = None) -> Any:
-            if wanted != name:
+            if wanted != name or Finder.looking:
                 return None
-            sys.meta_path.remove(Finder)
-            spec = importlib.util.find_spec(name)
+            Finder.looking = True
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                Finder.looking = False
             if spec is not None and spec.loader is not None:
                 run = spec.loader.exec_module
 
                 def exec_module(module: Any) -> None:
                     run(module)
+                    sys.meta_path.remove(Finder)  # not before: some ask for a spec only to see what is installed
                     change(module)
 
                 spec.loader.exec_module = exec_module

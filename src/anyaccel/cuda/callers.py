@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# The last one places models on devices (device_map="auto"): it knows all accelerators, and names CUDA's by index.
+_KNOWING = ("torch.", "anyaccel.", "accelerate.utils.modeling")
 # The compiler where it speaks for the user: its stand-ins for what a function asks, and the guards that ask it again,
 # which are run from `eval_frame`.
 _FOR_USERS = ("torch._dynamo.variables", "torch._dynamo.guards", "torch._dynamo.eval_frame")
@@ -20,7 +22,7 @@ _FOR_USERS = ("torch._dynamo.variables", "torch._dynamo.guards", "torch._dynamo.
 def asked_by_torch(depth: int = 2) -> bool:
     """Whether the caller, so many frames up, is torch or this package."""
     name: str = sys._getframe(depth).f_globals.get("__name__") or ""
-    if not name.startswith(("torch.", "anyaccel.")) and name != "torch":
+    if not name.startswith(_KNOWING) and name != "torch":
         return False
     return not name.startswith(_FOR_USERS)
 

@@ -16,17 +16,25 @@ def when_imported(name: str, change: Callable[[Any], None]) -> None:
         return
 
     class Finder:
+        """In its place until the module is loaded: packages ask for its spec only to see whether it is installed."""
+
+        looking = False
+
         @staticmethod
         def find_spec(wanted: str, path: Any = None, target: Any = None) -> Any:
-            if wanted != name:
+            if wanted != name or Finder.looking:
                 return None
-            sys.meta_path.remove(Finder)
-            spec = importlib.util.find_spec(name)
+            Finder.looking = True
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                Finder.looking = False
             if spec is not None and spec.loader is not None:
                 run = spec.loader.exec_module
 
                 def exec_module(module: Any) -> None:
                     run(module)
+                    sys.meta_path.remove(Finder)
                     change(module)
 
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -471,6 +471,14 @@ def wrappers_of_models() -> None:
                 dist.destroy_process_group()
 
 
+@case
+def models_are_placed_by_who_knows_all_accelerators() -> None:
+    from accelerate.utils.modeling import get_max_memory, infer_auto_device_map
+
+    assert all(isinstance(device, str) for device in get_max_memory()), "an index is CUDA's to torch.device()"
+    assert set(infer_auto_device_map(nn.Sequential(nn.Linear(2, 2))).values()) <= {"cpu", "mps"}
+
+
 def main() -> None:
     found = {}
     for name, function in CASES.items():

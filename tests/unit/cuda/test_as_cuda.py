@@ -71,6 +71,17 @@ def test_a_script_with_its_arguments_and_its_children(tmp_path: Path) -> None:
     assert "bfloat16" in run("-m", "anyaccel.cuda", "--amp", "train.py", cwd=tmp_path).stdout
 
 
+def test_the_mode_begins_after_a_look_whether_torch_is_installed() -> None:
+    """As transformers looks before it imports torch, in a child of a program that is in the mode."""
+    settings = cuda_job.job_environment(cuda_job.Options(), {})
+    look = "import importlib.util; assert importlib.util.find_spec({0!r}); assert importlib.util.find_spec({0!r})\n"
+    done = run("-c", look.format("torch") + "import torch; print(torch.cuda.is_available())", **settings)
+    assert done.stdout == "True\n", done.stderr
+    late = look.format("torch.utils.cpp_extension") + "import torch.utils.cpp_extension as extensions\n"
+    done = run("-c", f"import torch\n{late}extensions.CUDAExtension('kernels', [])", **settings)
+    assert "CudaExtensionError" in done.stderr
+
+
 def test_anyaccel_run_reaches_every_worker(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "import os, torch, torch.distributed as dist\n"

@@ -19,19 +19,22 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  path
 
 
 class _AfterTorch:
-    """Finds torch as everybody does, and begins the mode once its code has run."""
+    """Finds torch as everybody does, and begins the mode once its code has run.
+
+    In its place until then: packages ask for torch's spec only to see whether it is installed.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(_AfterTorch)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                sys.meta_path.remove(_AfterTorch)
                 import anyaccel.cuda  # noqa: F401
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
