@@ -248,8 +248,9 @@ def run(program: Program, way: str, git: Path, python: str, place: Path) -> Resu
         command = [python, "-m", "anyaccel", "port", *port_options(python, way), "."]
         code, output = within(300, command, copy, settings)
         (copy / ".port").write_text(output)
-        if code not in (0, 1):  # 1: places are left
-            return Result(FAILED, f"anyaccel port: {first_error(output)}")
+        errors = re.findall(r"^anyaccel: (?:.*: )?error: .*", output, re.MULTILINE)
+        if code not in (0, 1) or errors:  # 1 also where places are left
+            return Result(FAILED, (errors or [f"anyaccel port: {first_error(output)}"])[0][:160])
     mode = ["-m", "anyaccel.cuda", *shlex.split(program.as_cuda)] if way == "as-cuda" else []
     command = [python, *mode, *shlex.split(program.run)]
     start = time.monotonic()
