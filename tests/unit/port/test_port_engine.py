@@ -294,6 +294,7 @@ def test_what_has_no_fix_is_reported_and_holds_nothing_back(code: str) -> None:
     ("before", "after"),
     [
         ('run = {"cuda": a, "cpu": b}[kind]', f'run = {{{NAME}: a, "cpu": b}}[kind]'),
+        ('def f(impl="cuda"): pass', f"def f(impl={NAME}): pass"),
         ('for d in ["cpu", "cuda"]: pass', f'for d in ["cpu", {NAME}]: pass'),
         ("class A:\n    def cuda(self): pass\nA().cuda()", f"A().to({NAME})"),
         (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -35,6 +36,8 @@ kernels = {"cuda": run_on_cuda, "cpu": run_on_cpu}
 for device in ["cpu", "cuda"]:
     test(device)""",
 )
+# Parameters and variables that choose something else than a device, such as the way in which a kernel is written.
+_OTHER_CHOICE = re.compile(r"impl|implementation|engine|kernel|mode|provider")
 _MESSAGE = "a CUDA device's name; use `get_accelerator().device_name(...)`"
 
 
@@ -55,8 +58,8 @@ def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
         return
     if _asks_for_cuda(module, node):
         return
-    tier = Tier.UNSAFE if is_listed(module, node, "cpu") else None
     use = use_of(module, node)
+    tier = Tier.UNSAFE if is_listed(module, node, "cpu") or _OTHER_CHOICE.fullmatch(use.name) else None
     guards = guarded(module, node) if use.kind in ("Comparison", "ComparisonTarget") else None
     if isinstance(index, str):
         edits = _with_index(module, node, use.call) if use.call is not None and not index else ()
