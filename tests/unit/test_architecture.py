@@ -208,8 +208,9 @@ def test_map_names_every_package() -> None:
 # Files of other projects, of the system, and of users in examples.
 ELSEWHERE = {
     "_update.h", "activations.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "ddp.py", "inference.py",
-    "llama.cpp", "modeling_rope_utils.py", "noop.py", "profiler_activity.py", "script.py", "serve.py", "socket.py",
-    "stft.py", "sysexits.h", "train.py", "simd/ANYACCEL_ISA_VARIANT.h", "transformer.h", "verify.py", "x.py",
+    "llama.cpp", "modeling_rope_utils.py", "noop.py", "profiler_activity.py", "script.py", "seeded.py", "serve.py",
+    "socket.py", "stft.py", "sysexits.h", "table.md", "train.py", "simd/ANYACCEL_ISA_VARIANT.h", "transformer.h",
+    "verify.py", "x.py",
 }  # fmt: skip
 FOREIGN = (
     "ATen/",
