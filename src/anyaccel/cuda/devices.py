@@ -73,6 +73,7 @@ def _make_factories() -> None:
     known = set(map(id, torch.utils._device._device_constructors()))  # torch keeps its list: of the originals
     places = [(torch, name) for name in dir(torch) if id(getattr(torch, name)) in known]
     places += [(torch.fft, name) for name in ("fftfreq", "rfftfreq")]
+    places += [(torch.nested, name) for name in ("nested_tensor", "as_nested_tensor")]
     places += [(torch, name) for name in _LIKE]
     for place, name in places:
         original = getattr(place, name)

@@ -16,6 +16,7 @@ from torch import nn
 from anyaccel.cuda.callers import for_users
 from anyaccel.cuda.devices import here, is_cuda
 from anyaccel.cuda.imports import when_imported
+from anyaccel.cuda.parallel import install_on_host
 from anyaccel.cuda.report import CHANGED, MATCHED, note
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ dist: Any = torch.distributed
 
 def install(accelerator: Accelerator) -> None:
     """Redirect torch.distributed and torch.nn.parallel."""
+    on_host = accelerator.device().type == "cpu"
+    if on_host:
+        install_on_host()
     if not dist.is_available():
         return
-    on_host = accelerator.device().type == "cpu"
     dist.init_process_group = _group(dist.init_process_group, accelerator)
     dist.new_group = _group(dist.new_group, accelerator)
     dist.is_nccl_available = for_users(dist.is_nccl_available, lambda: True)

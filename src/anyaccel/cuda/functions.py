@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,6 +54,12 @@ def install(accelerator: Accelerator) -> None:
     for name, kind in classes.items():
         for place in _places(name):
             setattr(place, name, kind)
+    generators = [accelerator.default_generator(index) for index in range(accelerator.device_count())]
+    cuda: Any = torch.cuda
+    cuda.default_generators = tuple(generators)
+    for name, function in list(vars(cuda.nccl).items()):
+        if isinstance(function, FunctionType) and not name.startswith("_"):
+            setattr(cuda.nccl, name, for_users(function, _absent(accelerator, f"nccl.{name}")))
     _graphs(accelerator)
     _ranges(accelerator)
     if accelerator.device().type == "cpu":
@@ -64,10 +71,19 @@ def _on_host() -> None:
     sparse: Any = torch.cuda.sparse
     for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor", "ByteTensor"):
         setattr(sparse, name, getattr(torch.sparse, name))
+    # What CUDA graphs may record computes the same on any device.
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]:
+        supported = getattr(module, "_get_capturable_supported_devices", None)
+        if supported is not None:
+            module._get_capturable_supported_devices = _with_the_cpu(supported)  # type: ignore[attr-defined]
     # Programs that allow only a GPU's kernels of attention would have none: the one that computes every case stays.
     inner: Any = torch._C
     allow = inner._set_sdp_use_math
     inner._set_sdp_use_math = lambda enabled: allow(True)
+
+
+def _with_the_cpu(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*supported(*args, **kwargs), "cpu"]
 
 
 def _places(name: str) -> Iterator[ModuleType]:

@@ -472,6 +472,55 @@ def wrappers_of_models() -> None:
 
 
 @case
+def the_parts_of_data_parallel() -> None:
+    """Programs that put them together on their own get what the module alone computes, gradients included."""
+    from torch.nn.parallel import gather, parallel_apply, replicate, scatter
+    from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.0)).cuda(), torch.rand(4, 3, device="cuda")
+    expected = module(x)
+    expected.square().sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    inputs, named = scatter_kwargs((x,), {}, [0, 1])
+    assert [one.shape for (one,) in inputs] == [(2, 3), (2, 3)]
+    outputs = parallel_apply(replicate(module, [0, 1]), inputs, named, [0, 1])
+    result = gather(outputs, 0)
+    assert torch.equal(result, expected)
+    result.square().sum().backward()
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    norm = nn.BatchNorm1d(3)
+    for replica, part in zip(replicate(norm, ["cuda:0", "cuda:1"]), scatter(x, [0, 1]), strict=True):
+        replica(part)
+    torch.testing.assert_close(norm.running_mean, 0.1 * x[:2].mean(0), msg="only the first replica shares buffers")
+    assert torch.equal(torch.cuda.comm.reduce_add([x, x], 0), 2 * x)
+    assert [one.shape for one in torch.cuda.comm.scatter(x, [0, 1], chunk_sizes=[1, 3])] == [(1, 3), (3, 3)]
+
+
+@case
+def generators_nested_tensors_and_capturable_optimizers() -> None:
+    torch.cuda.manual_seed(3)
+    assert torch.cuda.default_generators[torch.cuda.current_device()].initial_seed() == 3
+    assert len(torch.cuda.default_generators) == torch.cuda.device_count()
+    assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="cuda").is_cuda
+    found = []
+    for capturable in (False, True):
+        torch.manual_seed(0)
+        linear = nn.Linear(2, 1).cuda()
+        optimizer = torch.optim.AdamW(linear.parameters(), capturable=capturable)
+        for _ in range(3):
+            linear(torch.ones(1, 2, device="cuda")).sum().backward()
+            optimizer.step()
+        found.append(linear.weight.detach())
+    torch.testing.assert_close(*found)
+    from anyaccel.errors import CapabilityError
+
+    raises(CapabilityError, torch.cuda.nccl.version, "nccl.version")
+
+
+@case
 def models_are_placed_by_who_knows_all_accelerators() -> None:
     from accelerate.utils.modeling import get_max_memory, infer_auto_device_map
 
