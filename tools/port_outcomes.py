@@ -44,6 +44,16 @@ WAYS = ("as-is", "by-hand", "write", "unsafe", "as-cuda")
 SAME, WRONG, FAILED, LATE = "same", "wrong", "failed", "timeout"
 RELATIVE, ABSOLUTE = 1e-5, 1e-6  # what two runs of the same arithmetic may differ by
 
+INTRODUCTION = """
+# Public programs for CUDA, run on a CPU
+
+Programs of well-known repositories, each in a copy of its own: as it is; with the device changed by hand, which the
+others are compared with; after `anyaccel port --write`, and with `--unsafe-fixes` too ([porting](porting.md)); and
+unmodified with [`python -m anyaccel.cuda`](as-cuda.md). `same` has ended with the losses or outputs of the hand-made
+version (to 1e-5), `wrong` with other ones; `failed` ended with an error. Which programs, how they were chosen and what
+was made small in them says `tools/port_programs/programs.toml`; `tools/port_outcomes.py` runs them.
+""".lstrip()
+
 Changes = dict[str, list[list[str | int]]]
 
 
@@ -77,6 +87,9 @@ class Result:
     note: str = ""
     numbers: tuple[float, ...] = ()
     seconds: float = 0.0
+
+
+NOT_RUN = Result("not run")
 
 
 def read_programs(path: Path) -> list[Program]:
@@ -274,26 +287,26 @@ def summary(programs: Sequence[Program], table: dict[str, dict[str, Result]], wa
         of_kind = [p.name for p in programs if p.demands == demands and p.name in table]
         if not of_kind:
             continue
-        counts = [sum(table[name][way].outcome == SAME for name in of_kind) for way in ways]
+        counts = [sum(table[name].get(way, NOT_RUN).outcome == SAME for name in of_kind) for way in ways]
         rows.append([f"{len(of_kind)} {title}", *(f"{count} ({100 * count / len(of_kind):.0f} %)" for count in counts)])
     return rows
 
 
 def markdown(programs: Sequence[Program], table: dict[str, dict[str, Result]], ways: Sequence[str], about: str) -> str:
     """The page: how many, then each program, then why one did not do what the hand-made one does."""
-    lines = ["# Public programs, run elsewhere", ""]
-    lines += [about, "", f"| programs that | {' | '.join(ways)} |", f"|---{'|---' * len(ways)}|"]
+    lines = [INTRODUCTION, f"Run on {about}", ""]
+    lines += [f"| programs that | {' | '.join(ways)} |", f"|---{'|---' * len(ways)}|"]
     lines += [f"| {' | '.join(row)} |" for row in summary(programs, table, ways)]
     lines += ["", f"| program | kind | {' | '.join(ways)} |", f"|---|---{'|---' * len(ways)}|"]
     notes = []
     for program in programs:
         if program.name not in table:
             continue
-        results = [table[program.name][way] for way in ways]
+        results = [table[program.name].get(way, NOT_RUN) for way in ways]
         link = f"[{program.name}](https://github.com/{program.repository}/tree/{program.commit})"
         lines.append(f"| {link} | {program.kind} | {' | '.join(result.outcome for result in results)} |")
         for way, result in zip(ways, results, strict=True):
-            if result.outcome != SAME and way != "as-is":
+            if result.note and way != "as-is":
                 notes.append(f"- {program.name}, {way}: `{result.note.replace('`', chr(39))}`")
     return "\n".join([*lines, *(["", "## What did not", "", *notes] if notes else [])]) + "\n"
 
@@ -306,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkouts", type=Path, help="mirrors of the repositories: DIR/owner+name/repo")
     parser.add_argument("--python", default=sys.executable, help="the Python that has what the programs need")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "port_outcomes" / "work", help="the copies")
-    parser.add_argument("--json", type=Path, help="write all results here")
-    parser.add_argument("--markdown", type=Path, help="write the table as a page here")
+    parser.add_argument("--json", type=Path, help="add the results to those of this file")
+    parser.add_argument("--markdown", type=Path, help="write them as a page here, with what --json has")
     options = parser.parse_args(argv)
     ways = [way for way in options.ways.split(",") if way]
     unknown = [way for way in ways if way not in (*WAYS, "again")]
@@ -321,6 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [p for p in programs if not options.names or {p.name, p.kind} & set(options.names)]
 
     table: dict[str, dict[str, Result]] = {}
+    if options.json and options.json.exists():
+        stored = json.loads(options.json.read_text())["programs"]
+        table = {name: {way: Result(**cell) for way, cell in row.items()} for name, row in stored.items()}
+    ran: dict[str, dict[str, Result]] = {}
     for program in chosen:
         git = repository(program, options.checkouts)
         results = {"by-hand": run(program, "by-hand", git, options.python, options.work.absolute())}
@@ -328,22 +345,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             if way != "by-hand":
                 result = run(program, way, git, options.python, options.work.absolute())
                 results[way] = compare(result, results["by-hand"])
-        table[program.name] = {way: results[way] for way in ways}
+        ran[program.name] = {way: results[way] for way in ways}
+        table.setdefault(program.name, {}).update(results)
         for way in dict.fromkeys(["by-hand", *ways]):
             result = results[way]
             print(f"{program.name:24} {way:8} {result.outcome:8} {result.seconds:6.1f} s  {result.note}", flush=True)
-    for row in summary(chosen, table, ways):
+    for row in summary(chosen, ran, ways):
         print("  ".join([row[0], *(f"{way} {cell}" for way, cell in zip(ways, row[1:], strict=True))]))
     torch = subprocess.run(
         [options.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    about = f"{date.today().isoformat()}, torch {torch}, Python {platform.python_version()}, {processor()}."
+    about = f"{date.today().isoformat()} with torch {torch}, Python {platform.python_version()}, {processor()}."
     if options.json:
         cells = {name: {w: dataclasses.asdict(r) for w, r in row.items()} for name, row in table.items()}
         options.json.write_text(json.dumps({"about": about, "programs": cells}, indent=1) + "\n")
     if options.markdown:
-        options.markdown.write_text(markdown(chosen, table, ways, about))
-    good = all(r.outcome == SAME for row in table.values() for way, r in row.items() if way != "as-is")
+        there = [way for way in WAYS if any(way in row for row in table.values())]
+        options.markdown.write_text(markdown(programs, table, there, about))
+    good = all(r.outcome == SAME for row in ran.values() for way, r in row.items() if way != "as-is")
     return 0 if good else 1
 
 
