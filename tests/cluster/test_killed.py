@@ -54,7 +54,7 @@ def test_a_killed_agent_of_an_elastic_job(hosts: Hosts, tmp_path: Path, victim: 
     with hosts.start("ssh", hosts.hostfile(tmp_path, 1), *options) as child:
         wait_for(lambda: all((tmp_path / f"met-{rank}").exists() for rank in (0, 1)), "both ranks run", 120)
         running = hosts[victim].processes()
-        agents = [pid for pid, line in running.items() if line.endswith("-m anyaccel.launch.node")]
+        agents = [pid for pid, line in running.items() if line.endswith("-m anyaccel.launch.cluster.node")]
         agents = [pid for pid in agents if Path(f"/proc/{pid}/comm").read_text() != "anyaccel-guard\n"]
         os.kill(min(agents), signal.SIGKILL)
         output, errors = child.communicate(timeout=170)

@@ -205,7 +205,8 @@ def test_a_reader_that_has_gone_ends_workers_that_write(hosts: Hosts, launcher: 
 @pytest.mark.parametrize("launcher", MOSTLY_SSH)
 def test_a_relative_pythonpath_is_that_of_the_folder_of_the_job(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
-    note = "import os, sys\nif 'anyaccel.launch.node' in sys.orig_argv: open(f'{folder}/' + os.uname().nodename, 'w')\n"
+    note = "import os, sys\nif 'anyaccel.launch.cluster.node' in sys.orig_argv: "
+    note += "open(f'{folder}/' + os.uname().nodename, 'w')\n"
     (tmp_path / "lib" / "sitecustomize.py").write_text(note.replace("{folder}", str(tmp_path)))
     variables = {"PYTHONPATH": "lib"}
     done = hosts.run(launcher, hosts.hostfile(tmp_path), WAIT, tmp_path, "--end", variables=variables)

@@ -130,7 +130,7 @@ def test_output_is_lost_with_a_word_also_where_its_worker_has_ended_before_anybo
     (tmp_path / "late.py").write_text(
         "import sys, time\n"
         "from anyaccel.cli import main\n"
-        "from anyaccel.launch.guardian import _Guardian\n"
+        "from anyaccel.launch.local.guardian import _Guardian\n"
         "reap = _Guardian._reap\n"
         "_Guardian._reap = lambda self: (time.sleep(1), reap(self))\n"
         "sys.exit(main())\n"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from anyaccel.launch.elastic import build_command, launcher_environment
+from anyaccel.launch.local.elastic import build_command, launcher_environment
 from anyaccel.topology import read_machine
 from ranks import free_port
 

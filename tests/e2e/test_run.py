@@ -121,8 +121,8 @@ def test_memory_that_cannot_be_bound_is_a_warning():
     code = f"""
 import os
 from anyaccel import _native
-from anyaccel.launch import worker
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.local import worker
+from anyaccel.launch.plan.plan import RankBinding
 def refuse(mode, nodes):
     raise PermissionError(1, "whatever the caller is called")
 _native.set_mempolicy = refuse

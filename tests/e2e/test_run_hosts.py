@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from anyaccel.launch.callback import Contact
+from anyaccel.launch.cluster.callback import Contact
 from waiting import wait_for
 
 WORKER = """
@@ -139,7 +139,7 @@ def mpirun(folder):
     """A launcher that starts processes and does nothing else for them."""
     tools = folder / "tools"
     tools.mkdir()
-    (tools / "mpirun.openmpi").write_text(MPIRUN.format(agent=f"'{sys.executable}' -P -m anyaccel.launch.node"))
+    (tools / "mpirun.openmpi").write_text(MPIRUN.format(agent=f"'{sys.executable}' -P -m anyaccel.launch.cluster.node"))
     (tools / "mpirun.openmpi").chmod(0o755)
     return {"PATH": f"{tools}:{os.environ['PATH']}"}
 
@@ -344,7 +344,7 @@ def test_names_of_one_machine_share_no_core(run, folder, mpirun, names, launcher
         .replace("SIZE=3", "SIZE=2")
         .replace("$((rank == 2))", "0")
         .replace("(1 + (rank > 0))", "((1))")
-        .format(agent=f"'{sys.executable}' -P -m anyaccel.launch.node")
+        .format(agent=f"'{sys.executable}' -P -m anyaccel.launch.cluster.node")
     )
     options = {"ssh": [], "openmpi": ["--launcher", "openmpi"], "elastic": ["--max-restarts", "0"]}[launcher]
     done = run("--hostfile", "hosts", "--bind_cores_to_rank", *options, "worker.py", **mpirun)

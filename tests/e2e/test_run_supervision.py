@@ -149,7 +149,7 @@ def test_nothing_stays_and_no_other_process_is_touched_without_a_proc_of_ones_ow
 # What torch's launcher does: it starts a worker, waits for its end, and starts another one.
 ROUNDS = """
 import os, subprocess, sys
-command = [sys.executable, "-m", "anyaccel.launch.rounds", sys.executable, "worker.py"]
+command = [sys.executable, "-m", "anyaccel.launch.local.rounds", sys.executable, "worker.py"]
 helper = subprocess.Popen(["sleep", "600"])  # of its own; it stays
 for number in range(2):
     worker = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(number)}

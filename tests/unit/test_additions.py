@@ -35,8 +35,10 @@ from anyaccel.errors import ModelError
 from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
 from anyaccel.inference.native.checkpoint import checkpoint_of
-from anyaccel.launch import devices, forward, runners
+from anyaccel.launch import runners
+from anyaccel.launch.cluster import forward
 from anyaccel.launch.job import ClusterJob, Host
+from anyaccel.launch.plan import devices
 from anyaccel.ops import builder as op_builder
 from anyaccel.ops import in_tree
 from anyaccel.topology import read_machine
@@ -99,7 +101,7 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(runners.RUNNERS, runner.name, runner)
     job = ClusterJob(
         hosts=(Host("node1", (0, 1)), Host("node2", (0,))),
-        program=("python", "-m", "anyaccel.launch.node"),
+        program=("python", "-m", "anyaccel.launch.cluster.node"),
         environment={"ANYACCEL_CONTACT": "1/2/3"},
         launcher_args=("--bind=core",),
     )
@@ -107,7 +109,7 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found = runners.find_runner("prun")
         assert found.build_command(job) == [
             *("prun", "--ranks=3", "--hosts=node1,node1,node2", "--bind=core"),
-            *("python", "-m", "anyaccel.launch.node"),
+            *("python", "-m", "anyaccel.launch.cluster.node"),
         ]
         assert found.launcher_environment(job, {}) == {"ANYACCEL_CONTACT": "1/2/3"}
         assert found.warnings(job.hosts, {}) == []

@@ -61,11 +61,17 @@ EVERYBODYS = {
     "_llm",
 }
 
-# The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
-ROOMS = (
-    "config", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "engine",
-    "generate", "calibration", "quantize", "ranks",
-)  # fmt: skip
+# The rooms of a part and what stands beside them; each imports only those before it, for types too.
+ROOMS = {
+    "inference": (
+        "config", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "engine",
+        "generate", "calibration", "quantize", "ranks",
+    ),
+    "launch": (
+        "counts", "host_name", "job", "limits", "output", "failure", "pid_file", "processes", "small_file",
+        "plan", "local", "runners", "cluster",
+    ),
+}  # fmt: skip
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -109,12 +115,13 @@ def test_every_part_has_a_rule() -> None:
     assert parts - EVERYBODYS - {"__init__", "__main__"} == set(MAY_IMPORT) - {"compat.deepspeed"}
 
 
-def test_rooms_of_inference_import_only_what_stands_below_them() -> None:
+@pytest.mark.parametrize("part", ROOMS)
+def test_rooms_import_only_what_stands_below_them(part: str) -> None:
     def place(name: str) -> int:
-        return ROOMS.index(name.split(".")[2])
+        return ROOMS[part].index(name.split(".")[2])
 
-    mine = {name: found for name, found in imports().items() if name.startswith("anyaccel.inference.")}
-    assert {name.split(".")[2] for name in mine} == set(ROOMS)
+    mine = {name: found for name, found in imports().items() if name.startswith(f"anyaccel.{part}.")}
+    assert {name.split(".")[2] for name in mine} == set(ROOMS[part])
     wrong = [
         f"{name} imports {other}"
         for name, found in mine.items()

@@ -13,7 +13,7 @@ import pytest
 from anyaccel.bench import report
 from anyaccel.cli import main
 from anyaccel.errors import AnyAccelError
-from anyaccel.launch.command import in_venv
+from anyaccel.launch.local.command import in_venv
 from anyaccel.outside import create_file, open_file
 from sysfs_trees import MACHINES, build
 

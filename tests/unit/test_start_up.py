@@ -50,7 +50,7 @@ WAYS = {
     "run with an allocator": (_MAIN.format(["run", "--malloc", "jemalloc", "--no_python", "true"]), set()),
     "bind": (_MAIN.format(["bind", "--local_rank", "0", "--local_size", "1", "true"]), set()),
     # Messages between hosts are JSON.
-    "agent": ("import sys; from anyaccel.launch.node import main; sys.exit(main([]))", {"json"}),
+    "agent": ("import sys; from anyaccel.launch.cluster.node import main; sys.exit(main([]))", {"json"}),
 }
 
 # Workers and the guardian are forks, so their imports are seen too.

@@ -149,7 +149,7 @@ class WithoutTorch(NamedTuple):
         place: the launcher looks for devices of low places first, and by name where they are equal.
         device_files: how the kernel shows the devices: the folder, how the name of each one's file begins (a number
             follows), and the PCI vendor, "" where it is not known. None where there are no such files, or where
-            launch/devices.py has code that finds them.
+            launch/plan/devices.py has code that finds them.
         of_a_host: variables beside `visible_devices` that hold for the devices of one host.
         environment: variables that begin like this go to the workers on other hosts, as `export_prefixes` do.
         distributions: packages that change which accelerator is chosen, as package indexes call them.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from anyaccel.cli._parser import Parser
-from anyaccel.launch.options import ALLOCATORS, MEMORY_POLICIES, parse_core_list
+from anyaccel.launch.plan.options import ALLOCATORS, MEMORY_POLICIES, parse_core_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

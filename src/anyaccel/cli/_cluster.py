@@ -7,8 +7,8 @@ import json
 import shlex
 import sys
 
-from anyaccel.launch.cluster import ClusterLaunch, ClusterOptions, prepare, run_cluster
-from anyaccel.launch.options import LaunchOptions
+from anyaccel.launch.cluster.cluster import ClusterLaunch, ClusterOptions, prepare, run_cluster
+from anyaccel.launch.plan.options import LaunchOptions
 from anyaccel.terminal import fitted, styled, table_width
 from anyaccel.topology.model import counted, format_cpu_list
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from anyaccel.cli._screen import Screen
     from anyaccel.inference.generate import Sampling
     from anyaccel.inference.ranks.backends import Backend
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.cluster import ClusterOptions
 
 # These are copied from inference.config, which would import torch; "auto" keeps the precision that the file has.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
@@ -135,7 +135,7 @@ def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
                     f"--{name} {value} applies to the hosts of a --hostfile; add --hostfile FILE, or leave it out"
                 )
         return None
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.cluster import ClusterOptions
 
     return ClusterOptions(
         hostfile=options.hostfile,

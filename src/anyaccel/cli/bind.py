@@ -11,13 +11,13 @@ import sys
 from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import BOUND, Ancestors, read_ancestors
-from anyaccel.launch.apply import EXIT_NOT_BOUND, bind_this_process
-from anyaccel.launch.binder import bound_mark, cpus_of_launcher, given_by_hand, plan_rank
 from anyaccel.launch.counts import MOST_ON_A_HOST
-from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
-from anyaccel.launch.options import BindingOptions
-from anyaccel.launch.plan import describe
+from anyaccel.launch.local.apply import EXIT_NOT_BOUND, bind_this_process
+from anyaccel.launch.local.binder import bound_mark, cpus_of_launcher, given_by_hand, plan_rank
+from anyaccel.launch.plan.ancestors import BOUND, Ancestors, read_ancestors
+from anyaccel.launch.plan.local_rank import RankFromEnvironment, rank_from_environment
+from anyaccel.launch.plan.options import BindingOptions
+from anyaccel.launch.plan.plan import describe
 from anyaccel.terminal import fitted, marked, styled, table_width
 from anyaccel.topology import read_machine
 

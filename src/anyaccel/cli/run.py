@@ -11,9 +11,9 @@ from anyaccel import launch
 from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
-from anyaccel.launch.command import worker_command
-from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, LaunchOptions, parse_elastic
+from anyaccel.launch.local.command import worker_command
 from anyaccel.launch.output import LEVELS
+from anyaccel.launch.plan.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, LaunchOptions, parse_elastic
 from anyaccel.terminal import fitted, styled, table_width
 from anyaccel.topology import read_machine
 
@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.cluster import ClusterOptions
 
 # The fields of `ClusterOptions` and their defaults, which are copied so that a launch on this machine alone does not
 # import its module.
@@ -203,7 +203,7 @@ def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
     plain = on_this_machine and arguments.max_restarts is None and arguments.elastic is None
     if plain and not os.path.exists(DEFAULT_HOSTFILE):
         return None
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.cluster import ClusterOptions
 
     return ClusterOptions(**given)
 

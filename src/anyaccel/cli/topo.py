@@ -11,9 +11,9 @@ from typing import Any
 from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
-from anyaccel.launch.planning import make_plan
+from anyaccel.launch.plan.options import LaunchOptions
+from anyaccel.launch.plan.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.plan.planning import make_plan
 from anyaccel.outside import create_file
 from anyaccel.report.topo import Share, short_list, to_dict
 from anyaccel.report.topo_text import WIDTH, plain, render

@@ -18,7 +18,7 @@ from anyaccel import _native, env
 from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.errors import AnyAccelError, CommError
-from anyaccel.launch.machines import host_identity as host_identity
+from anyaccel.launch.cluster.machines import host_identity as host_identity
 
 logger = logging.getLogger(__name__)
 

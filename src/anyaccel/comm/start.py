@@ -23,9 +23,9 @@ from anyaccel import env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
-from anyaccel.launch.ancestors import read_ancestors
 from anyaccel.launch.counts import brief
-from anyaccel.launch.local_rank import RankFromEnvironment, is_claimed_twice, launcher_below
+from anyaccel.launch.plan.ancestors import read_ancestors
+from anyaccel.launch.plan.local_rank import RankFromEnvironment, is_claimed_twice, launcher_below
 from anyaccel.numerals import parse_whole
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from anyaccel import _native, env
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, PeerLostError
-from anyaccel.launch.address import addresses_for_others
+from anyaccel.launch.cluster.address import addresses_for_others
 
 if TYPE_CHECKING:
     import torch.distributed as dist

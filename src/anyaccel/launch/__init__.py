@@ -10,21 +10,21 @@ from anyaccel._lazy import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from anyaccel.launch.launcher import check_script, launch_local, run
-    from anyaccel.launch.options import LaunchOptions
-    from anyaccel.launch.plan import LaunchPlan, RankBinding
-    from anyaccel.launch.planning import make_plan
+    from anyaccel.launch.local.launcher import check_script, launch_local, run
+    from anyaccel.launch.plan.options import LaunchOptions
+    from anyaccel.launch.plan.plan import LaunchPlan, RankBinding
+    from anyaccel.launch.plan.planning import make_plan
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "LaunchOptions": "anyaccel.launch.options",
-        "LaunchPlan": "anyaccel.launch.plan",
-        "RankBinding": "anyaccel.launch.plan",
-        "check_script": "anyaccel.launch.launcher",
-        "launch_local": "anyaccel.launch.launcher",
-        "make_plan": "anyaccel.launch.planning",
-        "run": "anyaccel.launch.launcher",
+        "LaunchOptions": "anyaccel.launch.plan.options",
+        "LaunchPlan": "anyaccel.launch.plan.plan",
+        "RankBinding": "anyaccel.launch.plan.plan",
+        "check_script": "anyaccel.launch.local.launcher",
+        "launch_local": "anyaccel.launch.local.launcher",
+        "make_plan": "anyaccel.launch.plan.planning",
+        "run": "anyaccel.launch.local.launcher",
     },
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyaccel
 from anyaccel.accelerator.select import REGISTRY
-from anyaccel.launch import devices
+from anyaccel.launch.plan import devices
 from anyaccel.vendors import FAMILIES, OTHERS, VENDORS
 
 PACKAGE = Path(anyaccel.__file__).parent

@@ -16,7 +16,7 @@ import torch
 
 import native_models
 from anyaccel.errors import CommError, PeerLostError
-from anyaccel.launch.address import addresses_for_others
+from anyaccel.launch.cluster.address import addresses_for_others
 from native_models import PROMPTS
 
 

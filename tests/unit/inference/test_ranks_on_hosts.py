@@ -13,8 +13,8 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.ranks import command, on_hosts
 from anyaccel.inference.ranks.gathered import RankError, Ranks
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.launch import cluster as launching
-from anyaccel.launch.cluster import ClusterOptions
+from anyaccel.launch.cluster import cluster as launching
+from anyaccel.launch.cluster.cluster import ClusterOptions
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from anyaccel.launch.address import are_this_host, is_this_host, own_addresses
+from anyaccel.launch.cluster.address import are_this_host, is_this_host, own_addresses
 
 
 def test_names_of_many_hosts_are_resolved_at_the_same_time(monkeypatch):
@@ -56,7 +56,7 @@ def test_an_own_address_is_given_when_no_host_can_be_reached():
 
 SILENT = """
 import os, signal, socket, sys, time
-from anyaccel.launch.address import are_this_host
+from anyaccel.launch.cluster.address import are_this_host
 
 def answer(*_, **__):  # a name server that does not
     os.write(1, b"asked\\n")

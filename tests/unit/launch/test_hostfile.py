@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import small_file
-from anyaccel.launch.forward import forwarded_environment
-from anyaccel.launch.hostfile import parse_hostfile, read_hostfile, select_hosts
+from anyaccel.launch.cluster.forward import forwarded_environment
+from anyaccel.launch.cluster.hostfile import parse_hostfile, read_hostfile, select_hosts
 from anyaccel.launch.job import Host
 
 HOSTS = {"worker-0": 4, "worker-1": 4, "alice@worker-2": 2, "fd00::1": 2}

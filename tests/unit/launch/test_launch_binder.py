@@ -12,12 +12,12 @@ import pytest
 
 from anyaccel import _native
 from anyaccel.errors import UsageError
-from anyaccel.launch import apply
-from anyaccel.launch.ancestors import Ancestor, Ancestors
-from anyaccel.launch.binder import BinderPlan, given_by_hand, plan_rank
-from anyaccel.launch.local_rank import RankFromEnvironment
-from anyaccel.launch.options import BindingOptions
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.local import apply
+from anyaccel.launch.local.binder import BinderPlan, given_by_hand, plan_rank
+from anyaccel.launch.plan.ancestors import Ancestor, Ancestors
+from anyaccel.launch.plan.local_rank import RankFromEnvironment
+from anyaccel.launch.plan.options import BindingOptions
+from anyaccel.launch.plan.plan import RankBinding
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 CPUS = tuple(Cpu(cpu, siblings=(cpu % 4, cpu % 4 + 4)) for cpu in range(8))
@@ -239,8 +239,8 @@ def test_more_ranks_than_a_launcher_has_cores(allowed: tuple[int, ...]) -> None:
 def test_the_cpus_of_the_launcher() -> None:
     """The launcher is the first process above that does not have the variable."""
     code = (
-        "import os; from anyaccel.launch.ancestors import read_ancestors; "
-        "from anyaccel.launch.binder import cpus_of_launcher as c; "
+        "import os; from anyaccel.launch.plan.ancestors import read_ancestors; "
+        "from anyaccel.launch.local.binder import cpus_of_launcher as c; "
         "a = read_ancestors(os.environ); print(sorted(c(a, 'MARK') or []), c(a, '') is None)"
     )
     last = max(os.sched_getaffinity(0))
@@ -297,9 +297,9 @@ def test_several_preferred_nodes_on_an_old_kernel(monkeypatch: pytest.MonkeyPatc
 def test_strict_workers_end() -> None:
     code = """
 import os
-from anyaccel.launch import apply
-from anyaccel.launch.ancestors import Ancestor, Ancestors
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.local import apply
+from anyaccel.launch.plan.ancestors import Ancestor, Ancestors
+from anyaccel.launch.plan.plan import RankBinding
 def refuse(*_): raise PermissionError(1, "Operation not permitted")
 os.sched_setaffinity = refuse
 apply.bind_worker(RankBinding(3, 3, (0,), "default", (), {}, strict=True), print)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.binding import Shares, bind_ranks, reserve_cores
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.plan.binding import Shares, bind_ranks, reserve_cores
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, NumaNode, read_machine
 from sysfs_trees import MACHINES, Spec, build
 from workers import memory_folder

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from anyaccel.launch import callback, channel
-from anyaccel.launch.callback import AgentListener
+from anyaccel.launch.cluster import callback, channel
+from anyaccel.launch.cluster.callback import AgentListener
 
 # Connects so often, says so, and keeps the connections until its input ends.
 SILENT = """

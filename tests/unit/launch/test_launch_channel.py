@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.launch import channel
-from anyaccel.launch.channel import ConnectionLostError, FrameReader, encode_frame, encode_line, read_line
+from anyaccel.launch.cluster import channel
+from anyaccel.launch.cluster.channel import ConnectionLostError, FrameReader, encode_frame, encode_line, read_line
 from anyaccel.launch.failure import Failure, Report
 
 

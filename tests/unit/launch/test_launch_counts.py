@@ -10,12 +10,12 @@ import pytest
 from anyaccel.cli.bind import main as bind
 from anyaccel.cli.run import build_parser
 from anyaccel.errors import UsageError
-from anyaccel.launch.cluster import ClusterOptions
+from anyaccel.launch.cluster.cluster import ClusterOptions
+from anyaccel.launch.cluster.hostfile import parse_hostfile, select_hosts
 from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
-from anyaccel.launch.hostfile import parse_hostfile, select_hosts
-from anyaccel.launch.local_rank import rank_from_environment, slurm_tasks
-from anyaccel.launch.numeric import openmp_binding
-from anyaccel.launch.options import LaunchOptions
+from anyaccel.launch.plan.local_rank import rank_from_environment, slurm_tasks
+from anyaccel.launch.plan.numeric import openmp_binding
+from anyaccel.launch.plan.options import LaunchOptions
 
 HUGE = [MOST_IN_A_JOB + 1, 10**9, 11111111111111111111111, 10**4000]
 PLACES: dict[str, Callable[[int], object]] = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.devices import count_devices, device_nodes, find_devices, narrow_devices
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import Place
-from anyaccel.launch.planning import make_plan
+from anyaccel.launch.plan.devices import count_devices, device_nodes, find_devices, narrow_devices
+from anyaccel.launch.plan.options import LaunchOptions
+from anyaccel.launch.plan.plan import Place
+from anyaccel.launch.plan.planning import make_plan
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
 

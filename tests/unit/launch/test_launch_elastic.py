@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from anyaccel.cli import bind
 from anyaccel.cli._binding import binding_options
 from anyaccel.errors import UsageError
-from anyaccel.launch.elastic import build_command, launcher_environment
-from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.local.elastic import build_command, launcher_environment
+from anyaccel.launch.plan.options import BindingOptions
 
 SCRIPT = ["python", "-u", "train.py"]
 
@@ -26,7 +26,7 @@ def test_one_host_meets_on_the_loopback():
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "anyaccel"),
         *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "--no-python"),
         *("env", "-u", "OMP_NUM_THREADS", "python", "-m", "anyaccel", "bind", "--smt", "--"),
-        *("python", "-m", "anyaccel.launch.rounds"),
+        *("python", "-m", "anyaccel.launch.local.rounds"),
         *("python", "-u", "train.py", "--local_rank=${local_rank}", "--steps", "10"),
     ]
 

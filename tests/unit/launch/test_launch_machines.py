@@ -6,11 +6,12 @@ import socket
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch import address, planning
+from anyaccel.launch.cluster import address
+from anyaccel.launch.cluster.machines import names_of_this_machine, same_machines
+from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.job import Host
-from anyaccel.launch.machines import names_of_this_machine, same_machines
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.task import Task
+from anyaccel.launch.plan import planning
+from anyaccel.launch.plan.options import LaunchOptions
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.allocators import find_allocator, preload
-from anyaccel.launch.numeric import openmp_binding
+from anyaccel.launch.plan.allocators import find_allocator, preload
+from anyaccel.launch.plan.numeric import openmp_binding
 
 TWO = [(0, 1), (4, 5)]
 

@@ -5,7 +5,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import LaunchOptions
-from anyaccel.launch.options import BindingOptions, parse_core_list
+from anyaccel.launch.plan.options import BindingOptions, parse_core_list
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from anyaccel.launch.local.streams import Streams
 from anyaccel.launch.output import Output, OutputOptions, cannot_write
-from anyaccel.launch.streams import Streams
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import LaunchOptions
-from anyaccel.launch.binding import bind_ranks, divide_core_list
-from anyaccel.launch.devices import count_devices
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
-from anyaccel.launch.plan import Equipment, Place, build_plan
-from anyaccel.launch.planning import free_port, make_plan
+from anyaccel.launch.plan.binding import bind_ranks, divide_core_list
+from anyaccel.launch.plan.devices import count_devices
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
+from anyaccel.launch.plan.plan import Equipment, Place, build_plan
+from anyaccel.launch.plan.planning import free_port, make_plan
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 

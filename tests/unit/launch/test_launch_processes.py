@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from anyaccel.launch import processes
-from anyaccel.launch.command import worker_command
 from anyaccel.launch.failure import Failure, Report
-from anyaccel.launch.launcher import check_script
-from anyaccel.launch.options import LaunchOptions
+from anyaccel.launch.local.command import worker_command
+from anyaccel.launch.local.launcher import check_script
 from anyaccel.launch.output import Output
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.plan.options import LaunchOptions
+from anyaccel.launch.plan.plan import RankBinding
 from waiting import wait_for
 
 

@@ -23,7 +23,7 @@ LAUNCHERS = [name for name in RUNNERS if name != "ssh"]
 
 
 def job(name, **more):
-    program = ("/opt/venv/bin/python", "-P", "-m", "anyaccel.launch.node")
+    program = ("/opt/venv/bin/python", "-P", "-m", "anyaccel.launch.cluster.node")
     if RUNNERS[name].per == "node":
         program = (*program, "%n", *CALL.values())
     else:
@@ -288,4 +288,4 @@ def test_a_script_to_source_that_fails_is_named_by_the_line_for_ssh(tmp_path, te
     line = ssh.build_command("n1", python="unused", environment={"A": "1 2"}, venv_script=str(script))[-1]
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, said.format(script=script))
-    assert done.stdout == ("" if code else "1 2 -P -m anyaccel.launch.node\n")
+    assert done.stdout == ("" if code else "1 2 -P -m anyaccel.launch.cluster.node\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.launch.leases import choose_cores, lease_cores
+from anyaccel.launch.local.leases import choose_cores, lease_cores
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 # Another process that has the cores whose bytes it is told, until its input ends.
@@ -101,7 +101,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_all_threads_of_a_process_are_bound() -> None:
     code = """
 import os, threading
-from anyaccel.launch.leases import bind_to
+from anyaccel.launch.local.leases import bind_to
 from anyaccel.topology import read_machine
 stop = threading.Event()
 threads = [threading.Thread(target=stop.wait) for _ in range(3)]

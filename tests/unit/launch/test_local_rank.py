@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import Ancestor, Ancestors, read_ancestors
-from anyaccel.launch.local_rank import is_claimed_twice, launcher_below, rank_from_environment, slurm_tasks
+from anyaccel.launch.plan.ancestors import Ancestor, Ancestors, read_ancestors
+from anyaccel.launch.plan.local_rank import is_claimed_twice, launcher_below, rank_from_environment, slurm_tasks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
@@ -106,7 +106,7 @@ def test_the_process_that_set_a_variable() -> None:
 
 def test_the_processes_above_this_one() -> None:
     code = (
-        "import os; from anyaccel.launch.ancestors import read_ancestors as r; "
+        "import os; from anyaccel.launch.plan.ancestors import read_ancestors as r; "
         "a = r(os.environ); print(a.generation(['NEAR']), a.generation(['FAR']), a.setter('NEAR') == os.getppid())"
     )
     # `true` keeps the shells from becoming what they start.

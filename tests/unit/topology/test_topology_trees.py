@@ -11,9 +11,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from anyaccel.launch.binding import bind_ranks
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.plan.binding import bind_ranks
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Expected, Memory, Spec, build
 from workers import memory_folder

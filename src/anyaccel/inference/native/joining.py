@@ -15,7 +15,7 @@ from anyaccel.errors import AnyAccelError, CommError, ModelError
 from anyaccel.inference.checkpoints.identity import weights_of
 from anyaccel.inference.native.between import choose_carrier, end_with_process
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.launch.address import addresses_for_others
+from anyaccel.launch.cluster.address import addresses_for_others
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel

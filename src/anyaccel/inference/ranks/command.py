@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from anyaccel.inference.generate import Generation, Sampling
     from anyaccel.inference.ranks.loading import Watcher
     from anyaccel.inference.ranks.options import ModelOptions
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.cluster import ClusterOptions
 
 _AHEAD = 2  # steps that the ranks may be ahead, so that they go on while the command shows a token
 

@@ -51,8 +51,8 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") ->
         UsageError: there are too few CPUs.
     """
     from anyaccel import launch
-    from anyaccel.launch.plan import Place
-    from anyaccel.launch.planning import free_port
+    from anyaccel.launch.plan.plan import Place
+    from anyaccel.launch.plan.planning import free_port
     from anyaccel.topology import read_machine
 
     whole = machine = read_machine()

@@ -102,7 +102,7 @@ def instead(options: ModelOptions, executor: str, feature: str) -> str:
 
 def host_accelerator(machine: Any) -> tuple[str, str] | None:
     """Name and reason if the accelerator is certainly the host's own processor, found without torch."""
-    from anyaccel.launch.devices import ACCELERATORS, find_devices
+    from anyaccel.launch.plan.devices import ACCELERATORS, find_devices
 
     found = find_devices(machine, os.environ).accelerator
     asked = os.environ.get("DS_ACCELERATOR", "")

@@ -23,8 +23,8 @@ from anyaccel.inference.ranks.processes import GRACE, Processes
 from anyaccel.inference.ranks.wire import Channel
 
 if TYPE_CHECKING:
-    from anyaccel.launch.callback import AgentListener
-    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.cluster.callback import AgentListener
+    from anyaccel.launch.cluster.cluster import ClusterOptions
     from anyaccel.launch.job import Host
 
 # Tells the ranks the contact; not meant for users.
@@ -41,7 +41,7 @@ def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, .
     Raises:
         UsageError: the hostfile cannot be read, or its hosts have another number of slots.
     """
-    from anyaccel.launch.cluster import find_hosts
+    from anyaccel.launch.cluster.cluster import find_hosts
 
     hosts = find_hosts(_options(), cluster, os.environ)
     slots = sum(len(host.slots) for host in hosts)
@@ -65,7 +65,7 @@ def describe(hosts: tuple[Host, ...], launcher: str | None) -> str:
 
 
 def _options(bind: bool = True) -> Any:
-    from anyaccel.launch.options import LaunchOptions
+    from anyaccel.launch.plan.options import LaunchOptions
 
     return LaunchOptions(
         script="anyaccel.inference.ranks.rank",
@@ -87,8 +87,8 @@ class HostProcesses(Processes):
     def __init__(self, cluster: ClusterOptions, hosts: tuple[Host, ...]) -> None:
         from dataclasses import replace
 
-        from anyaccel.launch.callback import AgentListener
-        from anyaccel.launch.cluster import run_cluster
+        from anyaccel.launch.cluster.callback import AgentListener
+        from anyaccel.launch.cluster.cluster import run_cluster
 
         self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
         places = [host.name for host in hosts for _ in host.slots]
@@ -151,8 +151,8 @@ def call_command() -> Channel:
     Raises:
         AnyAccelError: it cannot be reached.
     """
-    from anyaccel.launch.callback import Contact
-    from anyaccel.launch.channel import HELLO, encode_frame
+    from anyaccel.launch.cluster.callback import Contact
+    from anyaccel.launch.cluster.channel import HELLO, encode_frame
 
     text = os.environ.pop(CONTACT, "")
     if not text:

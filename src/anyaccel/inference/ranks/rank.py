@@ -164,7 +164,7 @@ def _open_native(
     from anyaccel.inference.ranks.loading import describe_weights, draft_options, loader
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import end_tokens
-    from anyaccel.launch.machines import host_identity
+    from anyaccel.launch.cluster.machines import host_identity
 
     def exchange(value: Any) -> list[Any]:
         channel.send(kind="say", value=value)

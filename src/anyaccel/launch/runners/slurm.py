@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel.launch.counts import MOST_HOSTS
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.local_rank import slurm_tasks
+from anyaccel.launch.plan.local_rank import slurm_tasks
 from anyaccel.launch.runners import check_hosts, start_environment, unless_given
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One agent per host, started by the system's OpenSSH. The default on several hosts.
 
-An agent gets its task through its standard input (see `anyaccel.launch.channel`), not through the command line: no
-shell sees an argument or a variable of the job, and their size has no limit.
+An agent gets its task through its standard input (see `anyaccel.launch.cluster.channel`), not through the command
+line: no shell sees an argument or a variable of the job, and their size has no limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from anyaccel.launch.command import in_venv
+from anyaccel.launch.local.command import in_venv
 
 # Never prompt, as nobody could answer for a hundred hosts, and notice a dead connection within 4 to 6 s.
 _OPTIONS = (
@@ -25,7 +25,7 @@ _OPTIONS = (
 
 def agent_command(python: str) -> list[str]:
     """The command of the agent. `-P`: files in the current folder must not shadow modules."""
-    return [python, "-P", "-m", "anyaccel.launch.node"]
+    return [python, "-P", "-m", "anyaccel.launch.cluster.node"]
 
 
 def build_command(

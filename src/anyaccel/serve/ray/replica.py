@@ -12,7 +12,7 @@ import ray
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
-from anyaccel.launch.leases import Lease, bind_to, lease_cores
+from anyaccel.launch.local.leases import Lease, bind_to, lease_cores
 from anyaccel.serve.contract import Chunk, ModelFacts, Stats
 from anyaccel.serve.engine import open_engine
 from anyaccel.serve.ray.calls import Call, Failure

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from anyaccel import comm
 from anyaccel.comm.start import place_variables, take_place_of_inner_launcher
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import read_ancestors
-from anyaccel.launch.local_rank import rank_from_environment
+from anyaccel.launch.plan.ancestors import read_ancestors
+from anyaccel.launch.plan.local_rank import rank_from_environment
 
 from .._cover import cover, refuse
 from ..constants import TORCH_DISTRIBUTED_DEFAULT_PORT

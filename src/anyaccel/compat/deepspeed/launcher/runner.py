@@ -18,9 +18,9 @@ from typing import Any
 import anyaccel.cli
 from anyaccel.cli._parser import strict_numbers
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.launch.address import is_this_host
-from anyaccel.launch.hostfile import parse_hostfile, read_hostfile, select_hosts
-from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
+from anyaccel.launch.cluster.address import is_this_host
+from anyaccel.launch.cluster.hostfile import parse_hostfile, read_hostfile, select_hosts
+from anyaccel.launch.plan.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 from anyaccel.numerals import parse_whole
 
 from .._cover import cover, refuse

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 
-from anyaccel.launch.binding import bind_ranks
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.plan.binding import bind_ranks
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
 from anyaccel.topology import format_cpu_list, read_machine
 
 from .._cover import cover

@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import without_outer_openmp
 from anyaccel.launch.counts import brief
-from anyaccel.launch.devices import count_devices, device_nodes, find_devices
-from anyaccel.launch.options import BindingOptions, LaunchOptions
-from anyaccel.launch.plan import Equipment, LaunchPlan, Place, build_plan
+from anyaccel.launch.plan.ancestors import without_outer_openmp
+from anyaccel.launch.plan.devices import count_devices, device_nodes, find_devices
+from anyaccel.launch.plan.options import BindingOptions, LaunchOptions
+from anyaccel.launch.plan.plan import Equipment, LaunchPlan, Place, build_plan
 from anyaccel.topology import Machine, read_machine
 
 
@@ -111,6 +111,6 @@ def allocator_path(options: BindingOptions, environ: Mapping[str, str]) -> str:
     """
     if options.malloc == "default":
         return ""
-    from anyaccel.launch.allocators import find_allocator  # few launches need it
+    from anyaccel.launch.plan.allocators import find_allocator  # few launches need it
 
     return find_allocator(options.malloc, environ)

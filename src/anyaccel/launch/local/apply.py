@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 
 from anyaccel import _native
-from anyaccel.launch.memory import MEMORY_MODES, PREFERRED_MANY
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.plan.memory import MEMORY_MODES, PREFERRED_MANY
+from anyaccel.launch.plan.plan import RankBinding
 from anyaccel.topology import format_cpu_list
 
 # Exit code of a process that could not be bound and has to be: EX_OSERR of sysexits.h.

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.launch.apply import bind_this_process
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.local.apply import bind_this_process
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.plan import RankBinding
 from anyaccel.topology import Cpu, Machine
 
 _CHOICE_BYTE = 1 << 20  # the byte that a process locks while it chooses; those of cores are below it

@@ -16,24 +16,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
-from anyaccel.launch import channel
-from anyaccel.launch.address import rank0_address
-from anyaccel.launch.agents import Agent
-from anyaccel.launch.command import OUR_ERROR
-from anyaccel.launch.conclusion import conclude
-from anyaccel.launch.contract import STDERR_CLOSED
+from anyaccel.launch.cluster import channel
+from anyaccel.launch.cluster.address import rank0_address
+from anyaccel.launch.cluster.agents import Agent
+from anyaccel.launch.cluster.conclusion import conclude
+from anyaccel.launch.cluster.launcher_process import LauncherProcess
+from anyaccel.launch.cluster.machines import same_machines
+from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.failure import Report
-from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
-from anyaccel.launch.machines import same_machines
+from anyaccel.launch.local.command import OUR_ERROR
+from anyaccel.launch.local.contract import STDERR_CLOSED
+from anyaccel.launch.local.signals import stop_signals, without_stopping
+from anyaccel.launch.local.streams import BACKLOG
+from anyaccel.launch.local.worker import PASSED_ON
 from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
-from anyaccel.launch.signals import stop_signals, without_stopping
-from anyaccel.launch.streams import BACKLOG
-from anyaccel.launch.task import Task
-from anyaccel.launch.worker import PASSED_ON
 
 if TYPE_CHECKING:
-    from anyaccel.launch.callback import AgentListener
+    from anyaccel.launch.cluster.callback import AgentListener
 
 # Seconds until all agents started by ssh must be ready; with another launcher, until the first one must be.
 _START_S = 60.0
@@ -393,7 +393,7 @@ def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | Non
         commands: argument vector of each host's agent.
         least: see `Front`.
     """
-    from anyaccel.launch.agents import PipeAgent
+    from anyaccel.launch.cluster.agents import PipeAgent
 
     front = Front(task, least)
     with many_descriptors(3 * len(commands)), stop_signals() as wakeup:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel import _native
-from anyaccel.launch.apply import bind_worker
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.local.apply import bind_worker
+from anyaccel.launch.plan.plan import RankBinding
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

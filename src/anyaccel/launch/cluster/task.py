@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, replace
 
 from anyaccel._version import __version__
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import without_outer_openmp
-from anyaccel.launch.command import program, worker_command
 from anyaccel.launch.job import Host
-from anyaccel.launch.launcher import check_script
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
-from anyaccel.launch.planning import make_plan
-from anyaccel.launch.streams import prepare_log_dir
-from anyaccel.launch.worker import Worker
+from anyaccel.launch.local.command import program, worker_command
+from anyaccel.launch.local.launcher import check_script
+from anyaccel.launch.local.streams import prepare_log_dir
+from anyaccel.launch.local.worker import Worker
+from anyaccel.launch.plan.ancestors import without_outer_openmp
+from anyaccel.launch.plan.options import LaunchOptions
+from anyaccel.launch.plan.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.plan.planning import make_plan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Task:
 
     def _elastic_launcher(self, plan: LaunchPlan, node: int) -> Worker:
         """torch.distributed.run with the binder inside; it starts the workers of this host."""
-        from anyaccel.launch import elastic
+        from anyaccel.launch.local import elastic
 
         options, hosts = self.options, len(self.hosts)
         nodes = options.elastic or (hosts, hosts)
@@ -193,7 +193,7 @@ class Task:
         return replace(self.options, core_list=cores, smt=False, cores_reserved=0).arguments()
 
     def _own_address(self, master: str, node: int) -> str:
-        from anyaccel.launch.address import own_addresses
+        from anyaccel.launch.cluster.address import own_addresses
 
         return master if node == 0 else own_addresses([master])[0]
 
@@ -201,7 +201,7 @@ class Task:
         """GLOO_SOCKET_IFNAME, if this host's name, from which gloo takes its address, resolves to the loopback."""
         if len(self.hosts) < 2 or os.environ.get("GLOO_SOCKET_IFNAME") or not self.options.master_addr:
             return {}
-        from anyaccel.launch.address import hostname_is_loopback, interface_towards
+        from anyaccel.launch.cluster.address import hostname_is_loopback, interface_towards
 
         if not hostname_is_loopback():
             return {}

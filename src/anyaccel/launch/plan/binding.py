@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, format_cpu_list
 from anyaccel.topology.model import counted
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS
+from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS
 
 
 @contextmanager

@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.address import are_this_host, is_this_host
-from anyaccel.launch.agents import SocketAgent
-from anyaccel.launch.ancestors import without_outer_openmp
-from anyaccel.launch.callback import VARIABLE, AgentListener
-from anyaccel.launch.channel import FrameReader
+from anyaccel.launch.cluster.address import are_this_host, is_this_host
+from anyaccel.launch.cluster.agents import SocketAgent
+from anyaccel.launch.cluster.callback import VARIABLE, AgentListener
+from anyaccel.launch.cluster.channel import FrameReader
+from anyaccel.launch.cluster.forward import forwarded_environment
+from anyaccel.launch.cluster.front import Front, start_agents
+from anyaccel.launch.cluster.hostfile import read_hostfile, select_hosts
+from anyaccel.launch.cluster.launcher_process import LauncherProcess
+from anyaccel.launch.cluster.machines import names_of_this_machine
+from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.counts import MOST_HOSTS, brief
-from anyaccel.launch.devices import count_devices, find_devices
-from anyaccel.launch.forward import forwarded_environment
-from anyaccel.launch.front import Front, start_agents
-from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.launcher import current_folder, say_warnings
-from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
-from anyaccel.launch.machines import names_of_this_machine
-from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
+from anyaccel.launch.local.launcher import current_folder, say_warnings
+from anyaccel.launch.local.signals import stop_signals
+from anyaccel.launch.local.supervise import supervise
 from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output
-from anyaccel.launch.planning import free_port
+from anyaccel.launch.plan.ancestors import without_outer_openmp
+from anyaccel.launch.plan.devices import count_devices, find_devices
+from anyaccel.launch.plan.options import DEFAULT_HOSTFILE, LaunchOptions
+from anyaccel.launch.plan.planning import free_port
 from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
-from anyaccel.launch.signals import stop_signals
-from anyaccel.launch.supervise import supervise
-from anyaccel.launch.task import Task
 from anyaccel.topology import read_machine
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(f"the hosts {nodes} of the Slurm allocation are not known: {error}; give --hostfile") from None
-    from anyaccel.launch.local_rank import slurm_tasks
+    from anyaccel.launch.plan.local_rank import slurm_tasks
 
     names = done.stdout.split()
     counts = [options.num_accelerators or 1] * len(names)
@@ -207,7 +207,7 @@ class ClusterLaunch:
         """
         assert self.runner
         options = self.task.options
-        agent = (sys.executable, "-P", "-m", "anyaccel.launch.node")
+        agent = (sys.executable, "-P", "-m", "anyaccel.launch.cluster.node")
         per_host = self.runner.per == "node"
         start = {name: value for name, value in self.task.environment.items() if name in _AT_START}
         job = ClusterJob(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent: starts and supervises the workers of its host for a launcher on another host.
 
-`python -m anyaccel.launch.node` is started by the launcher, never by a user: by ssh, once per host, with standard input
-and standard error as the connection; by pdsh, once per host, with its number and the contact as arguments; by mpirun or
-srun, once per rank, with the contact in the environment. The last two call the launcher back.
+`python -m anyaccel.launch.cluster.node` is started by the launcher, never by a user: by ssh, once per host, with
+standard input and standard error as the connection; by pdsh, once per host, with its number and the contact as
+arguments; by mpirun or srun, once per rank, with the contact in the environment. The last two call the launcher back.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import replace
 
 from anyaccel import _native
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.launch import channel
-from anyaccel.launch.channel import encode_frame, read_line
-from anyaccel.launch.contract import Link
+from anyaccel.launch.cluster import channel
+from anyaccel.launch.cluster.channel import encode_frame, read_line
+from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.failure import Report
-from anyaccel.launch.launcher import say_warnings
-from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
+from anyaccel.launch.local.contract import Link
+from anyaccel.launch.local.launcher import say_warnings
+from anyaccel.launch.local.supervise import supervise
+from anyaccel.launch.local.worker import PASSED_ON
 from anyaccel.launch.output import LEVELS, Output
-from anyaccel.launch.plan import LaunchPlan
-from anyaccel.launch.planning import free_port
-from anyaccel.launch.supervise import supervise
-from anyaccel.launch.task import Task
-from anyaccel.launch.worker import PASSED_ON
+from anyaccel.launch.plan.local_rank import RankFromEnvironment, rank_from_environment
+from anyaccel.launch.plan.plan import LaunchPlan
+from anyaccel.launch.plan.planning import free_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class _Agent:
 
 def _check_names_of_this_machine(task: Task, node: int, found: RankFromEnvironment) -> None:
     """Raise UsageError if the job has several names for this machine, which the launcher counts as one host."""
-    from anyaccel.launch.address import are_this_host
+    from anyaccel.launch.cluster.address import are_this_host
 
     here = are_this_host([host.name.rpartition("@")[2] for host in task.hosts])
     ours = [number for number, is_here in enumerate(here) if is_here or number == node]
@@ -189,7 +189,7 @@ def _behind_ssh() -> int:
 
 def _calling_back(contact_text: str, number: int | None) -> int:
     """Run the agent below pdsh (`number` is that of the host), or below mpirun or srun (None)."""
-    from anyaccel.launch.callback import Contact
+    from anyaccel.launch.cluster.callback import Contact
 
     os.close(_take_standard_input())
     # The end of the parent daemon is a request to end, with a grace period for the workers.

@@ -23,7 +23,8 @@ from enum import Enum
 
 from anyaccel import _native
 from anyaccel.launch import processes
-from anyaccel.launch.contract import (
+from anyaccel.launch.failure import Failure, Report
+from anyaccel.launch.local.contract import (
     DELIVERED,
     DUE,
     GUARDIAN_NAME,
@@ -34,10 +35,9 @@ from anyaccel.launch.contract import (
     STDERR_CLOSED,
     Link,
 )
-from anyaccel.launch.failure import Failure, Report
+from anyaccel.launch.local.streams import Streams
+from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS, Worker, become_worker
 from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
-from anyaccel.launch.streams import Streams
-from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS, Worker, become_worker
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

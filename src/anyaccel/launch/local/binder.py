@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import BOUND, RUN, Ancestors, openmp_of_outer, set_together
-from anyaccel.launch.binding import RankShare, Shares, bind_ranks
-from anyaccel.launch.local_rank import RankFromEnvironment
-from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.options import BindingOptions
-from anyaccel.launch.plan import RankBinding, check_strict, rank_environments
-from anyaccel.launch.planning import allocator_path, nodes_of_devices
+from anyaccel.launch.plan.ancestors import BOUND, RUN, Ancestors, openmp_of_outer, set_together
+from anyaccel.launch.plan.binding import RankShare, Shares, bind_ranks
+from anyaccel.launch.plan.local_rank import RankFromEnvironment
+from anyaccel.launch.plan.memory import memory_policy
+from anyaccel.launch.plan.options import BindingOptions
+from anyaccel.launch.plan.plan import RankBinding, check_strict, rank_environments
+from anyaccel.launch.plan.planning import allocator_path, nodes_of_devices
 from anyaccel.topology import Machine, format_cpu_list
 
 # How to keep each launcher from binding by itself.

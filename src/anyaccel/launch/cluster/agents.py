@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anyaccel.launch.channel import FrameReader
+from anyaccel.launch.cluster.channel import FrameReader
 from anyaccel.launch.failure import Failure, Report
+from anyaccel.launch.local.signals import ignore_passed_on
+from anyaccel.launch.local.streams import BACKLOG
 from anyaccel.launch.output import Output
-from anyaccel.launch.signals import ignore_passed_on
-from anyaccel.launch.streams import BACKLOG
 
 # Bytes of ssh's output before the agent's first frame that are kept for an error message.
 _STDERR_TAIL = 4096

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from anyaccel import _native
 from anyaccel.launch import processes
-from anyaccel.launch.contract import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link
 from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
-from anyaccel.launch.guardian import guard
+from anyaccel.launch.local.contract import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link
+from anyaccel.launch.local.guardian import guard
+from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS, Worker
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
-from anyaccel.launch.worker import PASSED_ON, STOP_SIGNALS, Worker
 
 # Seconds that a launcher on another host has to read the final report.
 _REPORT_S = 2.0

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.binding import Shares, bind_ranks
 from anyaccel.launch.counts import whole_number
-from anyaccel.launch.devices import narrow_devices
-from anyaccel.launch.numeric import openmp_binding
-from anyaccel.launch.options import BindingOptions, LaunchOptions
+from anyaccel.launch.plan.binding import Shares, bind_ranks
+from anyaccel.launch.plan.devices import narrow_devices
+from anyaccel.launch.plan.numeric import openmp_binding
+from anyaccel.launch.plan.options import BindingOptions, LaunchOptions
 from anyaccel.topology import Machine, format_cpu_list
 from anyaccel.topology.model import counted
 
@@ -295,7 +295,7 @@ def rank_environments(
     for env, threads in zip(variables, threads_of, strict=True):
         env["OMP_NUM_THREADS"] = users_threads or str(threads)
     if allocator:
-        from anyaccel.launch.allocators import preload  # few launches need it
+        from anyaccel.launch.plan.allocators import preload  # few launches need it
 
         variables = [{**env, "LD_PRELOAD": preload(allocator, environ)} for env in variables]
         if environ.get("LD_PRELOAD"):

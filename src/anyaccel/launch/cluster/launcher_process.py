@@ -12,10 +12,10 @@ from pathlib import Path
 
 from anyaccel import _native
 from anyaccel.launch.failure import describe_end
+from anyaccel.launch.local.signals import ignore_passed_on
+from anyaccel.launch.local.streams import BACKLOG
 from anyaccel.launch.output import Output
 from anyaccel.launch.processes import children, end_all
-from anyaccel.launch.signals import ignore_passed_on
-from anyaccel.launch.streams import BACKLOG
 
 # Seconds to wait for the launcher's end after SIGKILL.
 _KILL = 5.0

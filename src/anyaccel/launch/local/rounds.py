@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between two rounds of an elastic job: ends processes of the earlier round, then executes the worker.
 
-    python -m anyaccel.launch.rounds COMMAND ...
+    python -m anyaccel.launch.local.rounds COMMAND ...
 
-torch ends the workers of a round before it starts those of the next one, but not the processes that they have started,
-which hold ports, files and devices that the new workers need. When its parent ends, such a process becomes a child of
-the guardian, the parent of torch's launcher (see `anyaccel.launch.guardian`). So a process that is below the guardian,
-but not below torch's launcher, and older than all workers of this round belongs to an earlier round.
+torch ends the workers of a round before it starts those of the next one, but not the processes that they have
+started, which hold ports, files and devices that the new workers need. When its parent ends, such a process becomes a
+child of the guardian, the parent of torch's launcher (see `anyaccel.launch.local.guardian`). So a process that is
+below the guardian, but not below torch's launcher, and older than all workers of this round belongs to an earlier
+round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from anyaccel.launch import processes
-from anyaccel.launch.contract import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
+from anyaccel.launch.local.contract import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
 from anyaccel.launch.output import WARNING, Output
 
 # The variable that torch's launcher sets for its workers only.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.address import are_this_host, is_this_host, resolves_to_loopback
-from anyaccel.launch.task import Task
+from anyaccel.launch.cluster.address import are_this_host, is_this_host, resolves_to_loopback
+from anyaccel.launch.cluster.task import Task
 from anyaccel.topology import format_cpu_list
 
 

@@ -8,14 +8,14 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 
 from anyaccel.errors import ProgramNotFoundError, ProgramNotRunnableError, UsageError
-from anyaccel.launch.command import worker_command
-from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
+from anyaccel.launch.local.command import worker_command
+from anyaccel.launch.local.streams import prepare_log_dir
+from anyaccel.launch.local.supervise import supervise
+from anyaccel.launch.local.worker import Worker
 from anyaccel.launch.output import LEVELS, WARNING, Output, OutputOptions
-from anyaccel.launch.plan import LaunchPlan, RankBinding
-from anyaccel.launch.planning import make_plan
-from anyaccel.launch.streams import prepare_log_dir
-from anyaccel.launch.supervise import supervise
-from anyaccel.launch.worker import Worker
+from anyaccel.launch.plan.options import DEFAULT_GRACE_PERIOD, LaunchOptions
+from anyaccel.launch.plan.plan import LaunchPlan, RankBinding
+from anyaccel.launch.plan.planning import make_plan
 
 
 def launch_local(

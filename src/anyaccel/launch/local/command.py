@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import RankBinding
+from anyaccel.launch.plan.options import LaunchOptions
+from anyaccel.launch.plan.plan import RankBinding
 
 # Begins what an agent, or the shell that starts it, says of its own errors; other lines are ssh's or a login script's.
 OUR_ERROR = "anyaccel: error: "

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.launch.address import own_addresses
-from anyaccel.launch.channel import ConnectionLostError, FrameReader
+from anyaccel.launch.cluster.address import own_addresses
+from anyaccel.launch.cluster.channel import ConnectionLostError, FrameReader
 
 # The environment variable that tells the agents the contact, where the launcher passes variables on.
 VARIABLE = "ANYACCEL_CONTACT"

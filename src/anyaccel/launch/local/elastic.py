@@ -4,7 +4,7 @@
 torch starts, watches and restarts the workers. This module only builds the command that is started on each host:
 
     python -m torch.distributed.run [rendezvous] --no-python env ... python -m anyaccel bind [...] -- \\
-        python -m anyaccel.launch.rounds python -u script
+        python -m anyaccel.launch.local.rounds python -u script
 
 The process that starts it should be a subreaper, as `supervise` is, since a SIGKILL to torch's process leaves its
 workers alive. Its exit code is 1 whatever the code of the failed worker is.
@@ -86,7 +86,7 @@ def build_command(
     if binding is not None:
         worker += [python, "-m", "anyaccel", "bind", *binding, "--"]
     if max_restarts or least < most:
-        worker += [python, "-m", "anyaccel.launch.rounds"]
+        worker += [python, "-m", "anyaccel.launch.local.rounds"]
     worker += command
     # torch replaces ${local_rank} in every word, and $$ by $.
     words = [word.replace("$", "$$") for word in worker]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.ancestors import Ancestors
 from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.plan.ancestors import Ancestors
 
 
 @dataclass(frozen=True)
