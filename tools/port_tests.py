@@ -40,7 +40,8 @@ Cases = dict[str, str]
 def run_tests(python: str, folder: Path, way: str, tests: Sequence[str], limit: float) -> tuple[Cases, bool]:
     """The tests that ended, by their names: passed, failed or skipped; and whether all did before the limit."""
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0"}
-    environment = {**os.environ, **settings, "PYTHONPATH": str(folder)}
+    settings["PYTHONPATH"] = f"{folder}:{folder}/src"
+    environment = {**os.environ, **settings, "EINOPS_TEST_BACKENDS": "torch,numpy"}
     with tempfile.TemporaryDirectory() as place:
         report, script = Path(place, "report.xml"), Path(place, "seeded.py")
         script.write_text(SEEDED)
