@@ -102,7 +102,7 @@ ready:
 collected: $(STAMP)-dev $(STAMP)-build
 	@mkdir -p build && $(BIN)/python -m pytest --collect-only -q > build/collected.txt || { tail -n 50 build/collected.txt; exit 1; }
 
-# Several processes run the tests (tests/workers.py), in the order in which they are collected.
+# Several processes run the tests (tests/helpers/workers.py), in the order in which they are collected.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: ready ## lint, the native tests, in short those of arm64 with qemu, and the tests without the slow ones

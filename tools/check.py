@@ -58,8 +58,8 @@ def changed_files(base: str | None) -> list[Path]:
 
 
 def module_name(file: Path) -> str:
-    """What `file` is imported as: by tests, which have the folder tests on their path, and by the package."""
-    for top in (ROOT / "src", ROOT / "tests", ROOT / "tools"):
+    """What `file` is imported as: by tests, which have the folder tests/helpers on their path, and by the package."""
+    for top in (ROOT / "src", ROOT / "tests" / "helpers", ROOT / "tests", ROOT / "tools"):
         if file.is_relative_to(top):
             parts = file.relative_to(top).with_suffix("").parts
             if top.name != "src":

@@ -145,8 +145,8 @@ def specs_of(cases: Mapping[str, tuple[str, Mapping[str, Any]]], types: Mapping[
 
 def page() -> str:
     """The page with the generated part as it must be."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
+    if str(ROOT / "tests" / "helpers") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     import family_cases

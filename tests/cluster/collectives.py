@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of a job over several hosts: runs cases of tests/collective_cases.py on backend shm.
+"""A worker of a job over several hosts: runs cases of tests/helpers/collective_cases.py on backend shm.
 
 Rank 0 prints one line of JSON: the cases that failed, how many there were, and what kind of group it was.
 """

@@ -385,7 +385,7 @@ def test_it_conforms(run: Run) -> None:
 def test_the_decoder_runs_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
     """A case of each family, unchanged: `runtime="auto"` is its torch operators, with the CPU's logits."""
     pytest.importorskip("transformers")
-    tests = [str(REPOSITORY / "tests")]
+    tests = [str(REPOSITORY / "tests" / "helpers")]
     code = f"""
     import sys
     sys.path[:0] = {tests!r}
@@ -415,7 +415,7 @@ def test_the_decoder_runs_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
 def test_quantised_weights_run_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
     """It has none of torch's operators for them: each matrix is dequantised for its products."""
     pytest.importorskip("transformers")
-    tests = [str(REPOSITORY / "tests")]
+    tests = [str(REPOSITORY / "tests" / "helpers")]
     code = f"""
     import sys
     sys.path[:0] = {tests!r}
@@ -454,7 +454,7 @@ def test_quantised_weights_run_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> 
 def test_with_graphs_it_passes_their_checks_and_decodes_through_them(run: Run) -> None:
     """All that a vendor adds: a class, a context and a question in its module, and the class's name in the spec."""
     pytest.importorskip("transformers")
-    tests = [str(REPOSITORY / "tests")]
+    tests = [str(REPOSITORY / "tests" / "helpers")]
     code = f"""
     import sys
     sys.path[:0] = {tests!r}

@@ -35,7 +35,7 @@ def test_replicas_on_two_nodes() -> None:
     variables = {
         **os.environ,
         "TMPDIR": folder,
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": str(ROOT / "tests" / "helpers"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # 127.0.0.1 is where everything is
         # The machine may be busy.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective x type x operation x layout x group on each backend: the table is tests/collective_cases.py.
+"""Every collective x type x operation x layout x group on each backend: the table is tests/helpers/collective_cases.py.
 
 A job of a number of ranks runs all its cases at once, since a job takes seconds to start; each collective is a test
 of its own that looks the results up and names the cases that failed.

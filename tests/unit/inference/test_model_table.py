@@ -17,5 +17,5 @@ def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    monkeypatch.syspath_prepend(str(TOOL.parents[1] / "tests"))
+    monkeypatch.syspath_prepend(str(TOOL.parents[1] / "tests" / "helpers"))
     assert tool.page() == tool.PAGE.read_text(), "run python tools/model_table.py"

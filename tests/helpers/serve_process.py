@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
@@ -127,7 +127,12 @@ class Server:
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
-        variables = {**os.environ, "PYTHONPATH": str(_ROOT / "tests"), "PYTHONUNBUFFERED": "1", **environment}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(_ROOT / "tests" / "helpers"),
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        }
         self.process = subprocess.Popen(
             [sys.executable, __file__, *options],
             stdout=subprocess.PIPE,

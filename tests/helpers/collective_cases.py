@@ -659,7 +659,7 @@ def _cases() -> Iterator[Case]:
 
 def oneccl_folder() -> Path | None:
     """Where tools/install_test_tools.sh put oneCCL, or CCL_ROOT says it is."""
-    repository = Path(__file__).parents[1]
+    repository = Path(__file__).parents[2]
     for folder in (os.environ.get("CCL_ROOT"), Path(sys.prefix) / "oneccl", repository / ".venv" / "oneccl"):
         if folder and (Path(folder) / "lib" / "libccl.so.1").exists():
             return Path(folder).resolve()

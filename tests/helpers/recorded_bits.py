@@ -3,7 +3,7 @@
 
 Their results are defined: sums go in the order of ranks and are rounded once, and no optimizer contracts to a fused
 multiply-add. So they are the same on every instruction set, and must be the same after any change of the code.
-`python tests/recorded_bits.py` writes the file anew; it was written by the commit that the file names, which was before
+`python tests/helpers/recorded_bits.py` writes the file anew; it was written by the commit that the file names, which was before
 all kernels were written to one vocabulary of vectors (issue 20).
 """
 
@@ -24,7 +24,7 @@ from anyaccel.ops.adagrad import CPUAdagrad
 from anyaccel.ops.adam import CPUAdam
 from anyaccel.ops.lion import CPULion
 
-FILE = Path(__file__).parent / "data" / "bits.json"
+FILE = Path(__file__).parents[1] / "data" / "bits.json"
 WORLD_SIZES = (2, 3)
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = (torch.float64, torch.int8, torch.int32, torch.int64)

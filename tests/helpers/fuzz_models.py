@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damages small models in ways drawn from a seed, and reads each: the result is an answer or one line of error.
 
-    python tests/fuzz_models.py --count 10000 --seed 7      # many cases
-    python tests/fuzz_models.py --seed 7 --only 1234        # one of them again, with its traceback
+    python tests/helpers/fuzz_models.py --count 10000 --seed 7      # many cases
+    python tests/helpers/fuzz_models.py --seed 7 --only 1234        # one of them again, with its traceback
 
 A case is made from its seed and number alone. The process limits its address space, and a case has so much CPU time,
 which is the same on a loaded machine. Cases are printed before they run, for what ends the process.

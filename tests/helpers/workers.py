@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the folders in the order of `_FOLDERS`."""
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
