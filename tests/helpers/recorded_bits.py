@@ -3,8 +3,8 @@
 
 Their results are defined: sums go in the order of ranks and are rounded once, and no optimizer contracts to a fused
 multiply-add. So they are the same on every instruction set, and must be the same after any change of the code.
-`python tests/helpers/recorded_bits.py` writes the file anew; it was written by the commit that the file names, which was before
-all kernels were written to one vocabulary of vectors (issue 20).
+`python tests/helpers/recorded_bits.py` writes the file anew; it was written by the commit that the file names, which
+was before all kernels were written to one vocabulary of vectors (issue 20).
 """
 
 from __future__ import annotations
