@@ -192,7 +192,7 @@ clean: ## remove what the other targets made
 bench-peers: .venv-bench/.stamp ## make .venv-bench: .venv plus the peers that benchmarks compare with
 
 ARGS ?=
-bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs, beside its peers, into docs/performance.md
+bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs, beside its peers, into benchmarks/results/variants.md
 	$(BIN)/python benchmarks/isa.py --write $(ARGS)
 
 # The browser is Debian's: apt-get install chromium.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every variant of our kernels that this machine can run, beside its peers, in each precision.
 
-Prints a block named after the processor, and with --write puts it into docs/performance.md, in the place of an older
+Prints a block named after the processor, and with --write puts it into benchmarks/results/variants.md, in the place of an older
 one of that processor. Rates are tokens a second, medians; all contenders take turns, each in fresh processes. llama.cpp
 runs the model's own file where llama-bench is found (PATH, or LLAMACPP_BIN) and that is a GGUF file; peers with models
 of their own are given as for benchmarks/llm.py.
@@ -29,7 +29,7 @@ from anyaccel.bench.report import medians
 from anyaccel.env import ISA_NAMES
 from anyaccel.errors import AnyAccelError, UsageError
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "variants.md"
 SECTION = "<!-- blocks of benchmarks/isa.py, one a processor -->\n"
 _METRICS = {"decode": "decode", "batch_decode": "decode of {batch}", "prefill": "prefill {long}"}
 # Nothing of theirs is in products of bf16.
@@ -150,7 +150,7 @@ def main() -> int:
     add("--batch", type=int, default=8)
     add("--repeats", type=int, default=2)
     add("--rounds", type=int, default=2)
-    add("--write", action="store_true", help="the block into docs/performance.md")
+    add("--write", action="store_true", help="the block into benchmarks/results/variants.md")
     options = parser.parse_args()
     from anyaccel import _llm, _native
     from anyaccel.inference.checkpoints.model_path import default_model_file

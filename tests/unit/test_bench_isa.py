@@ -53,4 +53,4 @@ def test_a_processor_has_one_block_on_the_page(isa: ModuleType) -> None:
         f"before\n\n{isa.SECTION}\n<!-- isa: A (R) -->\nnew\n<!-- end of isa -->\n"
         "\n<!-- isa: B -->\nother\n<!-- end of isa -->\n\nafter\n"
     )
-    assert (ROOT / "docs" / "performance.md").read_text().count(isa.SECTION) == 1
+    assert (ROOT / "benchmarks" / "results" / "variants.md").read_text().count(isa.SECTION) == 1

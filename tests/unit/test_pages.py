@@ -260,6 +260,11 @@ def test_the_speed_that_the_readme_tells_is_that_of_the_measurements() -> None:
     assert (float(said[1]), float(said[2])) == (min(times), max(times))
 
 
+def test_the_chart_shows_the_table() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "performance_chart.py", "--check"], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def test_the_pages_count_the_ops_that_there_are() -> None:
     from anyaccel.ops.builders.cpu import ops
 
