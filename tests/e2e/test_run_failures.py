@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.launch.local.contract import SAME_MOMENT
+from anyaccel.launch.local.protocol import SAME_MOMENT
 from waiting import settled
 
 # Seconds that a busy machine may need for what the documentation promises within 5; what is forgotten lives 600.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import ranks
 from anyaccel import errors
+from anyaccel.comm import heartbeat as heartbeat_module
 from anyaccel.comm import hierarchy, shm
-from anyaccel.comm import watch as watch_module
 from anyaccel.inference.hf.group import hosts_of
 from anyaccel.inference.native.loading_watch import LoadingRanks
 from collective_cases import CASES, oneccl_folder, run_cases
@@ -133,9 +133,9 @@ def test_a_stopped_rank_is_named_with_its_host(tmp_path: Path) -> None:
 def load_apart(victim: str) -> str:
     """Ranks that load, of which the last one takes longer than the deadline, or does not come."""
     pretend((0, 0, 1))
-    watch_module._BEAT_SECONDS = 0.2
+    heartbeat_module._BEAT_SECONDS = 0.2
     group = dist.new_group(backend="shm")
-    watch = watch_module.watch_of(group, hosts_of(group))
+    watch = heartbeat_module.heartbeat_of(group, hosts_of(group))
     assert watch is not None and watch.names()[2] == f"rank 2 on {os.uname().nodename}"
     loading = LoadingRanks(watch, dist.get_rank(), 2)
     if dist.get_rank() == 2:

@@ -47,13 +47,13 @@ def main(argv: list[str]) -> int:
         return _clean(options.json)
 
     from anyaccel.accelerator import get_accelerator
-    from anyaccel.accelerator.apart import run_apart
+    from anyaccel.accelerator.isolated import run_isolated
     from anyaccel.accelerator.select import silence_detection
     from anyaccel.ops import builders_in
 
     silence_detection()
     with waiting("looking for accelerators"):
-        run_apart(_import_torch, "importing torch")
+        run_isolated(_import_torch, "importing torch")
         accelerator = get_accelerator()
     builders = _select(builders_in(accelerator.op_builder_dir()), options.names)
     if options.action == "list":

@@ -17,11 +17,11 @@ from anyaccel import _native
 from anyaccel.comm import events, shm, symmetric
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import code_of, op_code
+from anyaccel.comm.heartbeat import known_heartbeat
 from anyaccel.comm.hierarchy import HierarchicalGroup
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.tensors import Values, values
 from anyaccel.comm.untraced import untraced
-from anyaccel.comm.watch import known_watch
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
@@ -38,7 +38,7 @@ def _errors_as_comm_error(what: str, group: dist.ProcessGroup) -> Iterator[None]
     except AnyAccelError:
         raise
     except RuntimeError as error:
-        watch = known_watch(group)
+        watch = known_heartbeat(group)
         cause = None if watch is None else watch.explain(what, error)
         raise cause or CommError(f"{what}: {error}") from error
 

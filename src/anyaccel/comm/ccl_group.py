@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
-from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.python_group import PythonGroup, divide_by
 from anyaccel.comm.python_messages import Message
 from anyaccel.comm.python_operations import Wait, done
+from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
@@ -67,10 +67,10 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
     if size == 1:
         return CclGroup(native, rank, size, timeout, 0, 0)
     kvs, address = native.new_kvs() if rank == 0 else (0, b"")
-    # A `Meeting`, as the store may still have the address of an earlier group.
-    meeting = Meeting(PrefixStore("ccl", store), rank, size, timeout)
+    # A `Rendezvous`, as the store may still have the address of an earlier group.
+    rendezvous = Rendezvous(PrefixStore("ccl", store), rank, size, timeout)
     try:
-        address = bytes.fromhex(meeting(address.hex())[0])
+        address = bytes.fromhex(rendezvous(address.hex())[0])
     except CommTimeoutError as error:
         raise CommTimeoutError(f"backend ccl: {error}") from error
     if rank != 0:

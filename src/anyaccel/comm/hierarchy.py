@@ -22,16 +22,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm import agreement, shm
+from anyaccel.comm import call_signatures, shm
 from anyaccel.comm.between_hosts import HostMessage, narrow, reduce_hosts, widen
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
-from anyaccel.comm.meeting import Meeting
+from anyaccel.comm.heartbeat import Heartbeat, connect
 from anyaccel.comm.python_group import OPS, PythonGroup
 from anyaccel.comm.python_messages import Message
 from anyaccel.comm.python_operations import Disagreement, Wait, done
+from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes, same_dtype
 from anyaccel.comm.torch_backend import SYNCHRONOUS
-from anyaccel.comm.watch import Watch, connect
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -50,14 +50,14 @@ def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[s
     local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
     local.is_part = True
     seconds = timeout.total_seconds()
-    watch = connect(Meeting(PrefixStore("watch", store), rank, size, timeout), rank, size, seconds)
+    heartbeat = connect(Rendezvous(PrefixStore("heartbeat", store), rank, size, timeout), rank, size, seconds)
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second_backend(between, PrefixStore("flat", store), rank, size, timeout)
     leaders = None
     if rank == own[0]:
         leaders = _second_backend(between, PrefixStore("leaders", store), number, len(members), timeout)
     logger.info("%d ranks on %d hosts: shared memory inside, %s between them", size, len(members), between)
-    return HierarchicalGroup(rank, timeout, list(members.values()), local, leaders, flat, watch)
+    return HierarchicalGroup(rank, timeout, list(members.values()), local, leaders, flat, heartbeat)
 
 
 def _second_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -75,7 +75,7 @@ class HierarchicalGroup(PythonGroup):
     """Ranks of several hosts.
 
     `hosts`: the ranks of each host in order, whose first is its leader. `local`: shared memory of this rank's host.
-    `leaders`: a group of the leaders; None on other ranks. `flat`: a group of all ranks. `watch`: tells which ranks
+    `leaders`: a group of the leaders; None on other ranks. `flat`: a group of all ranks. `heartbeat`: tells which ranks
     live.
     """
 
@@ -89,10 +89,10 @@ class HierarchicalGroup(PythonGroup):
         local: Any,
         leaders: Any,
         flat: Any,
-        watch: Watch | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         super().__init__(rank, sum(map(len, hosts)), timeout)
-        self.hosts, self.local, self.leaders, self.flat, self.watch = hosts, local, leaders, flat, watch
+        self.hosts, self.local, self.leaders, self.flat, self.heartbeat = hosts, local, leaders, flat, heartbeat
         self._host_ranks = next(members for members in hosts if rank in members)
 
     # Collectives ---------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class HierarchicalGroup(PythonGroup):
             raise
         except RuntimeError as error:
             doing = f"rank {self._rank} of {self._size}: between hosts"
-            if self.watch is not None and (cause := self.watch.explain(doing, error, ranks)) is not None:
+            if self.heartbeat is not None and (cause := self.heartbeat.explain(doing, error, ranks)) is not None:
                 raise cause from error
             late = "timed out" in str(error).lower()
             what = f"not done within the timeout of {limit.total_seconds():g} s: {error}" if late else error
@@ -270,7 +270,7 @@ class HierarchicalGroup(PythonGroup):
             text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._host_ranks[int(found[1])]}", str(error))
             # The leader may wait for another host, and the others of this host for their leader.
             doing = f"rank {self._rank} of {self._size}"
-            if self.watch is not None and (cause := self.watch.explain(doing, error, notice_s=0)) is not None:
+            if self.heartbeat is not None and (cause := self.heartbeat.explain(doing, error, notice_s=0)) is not None:
                 raise cause from error
             raise type(error)(text) from error
 
@@ -291,10 +291,12 @@ class HierarchicalGroup(PythonGroup):
         Raises:
             Disagreement: they call different ones.
         """
-        own = torch.tensor(agreement.signature(operation, dtype, count, op, root), dtype=torch.int64, device="cpu")
-        signatures = torch.empty(self._size, agreement.LENGTH, dtype=torch.int64, device="cpu")
+        own = torch.tensor(
+            call_signatures.signature(operation, dtype, count, op, root), dtype=torch.int64, device="cpu"
+        )
+        signatures = torch.empty(self._size, call_signatures.LENGTH, dtype=torch.int64, device="cpu")
         self._gather_all(list(signatures.unbind()), own)
-        agreement.check_equal(self._rank, signatures.tolist())
+        call_signatures.check_equal(self._rank, signatures.tolist())
 
     def _check_pairs(self, given: list[int], taken: list[int]) -> None:
         """Check that each rank sends as many elements as its peer expects. If one does not, every rank raises."""
@@ -369,7 +371,7 @@ class HierarchicalGroup(PythonGroup):
         for group in (self.local, self.leaders, self.flat):
             if group is not None:
                 group.shutdown()
-        self.watch = None  # other groups may have it too
+        self.heartbeat = None  # other groups may have it too
 
 
 def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:

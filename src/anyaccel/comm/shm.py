@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
-from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.errors import AnyAccelError, CommError
 from anyaccel.launch.cluster.machines import host_identity as host_identity
 
@@ -56,18 +56,18 @@ def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
 
 
 def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.ShmGroup | None, dict[str, Any]]:
-    """This rank's segment, and the card with which its peers can map it."""
-    card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
+    """This rank's segment, and the handshake with which its peers can map it."""
+    handshake: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
     try:
-        card["host"], card["pids"] = host_identity(), _pid_namespace()
+        handshake["host"], handshake["pids"] = host_identity(), _pid_namespace()
         buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
         native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
     except (OSError, ValueError, AnyAccelError) as problem:
         # The peers are told of the failure, so that all ranks decide alike.
-        card["error"] = f"{type(problem).__name__}: {problem}"
-        return None, card
-    card["segment"] = native.name
-    return native, card
+        handshake["error"] = f"{type(problem).__name__}: {problem}"
+        return None, handshake
+    handshake["segment"] = native.name
+    return native, handshake
 
 
 def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_native.ShmGroup | None, list[str], str]:
@@ -80,17 +80,17 @@ def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_
     problems: list[str] = []
     for kind in ("memfd", "posix"):
         native, own = _offer(rank, size, timeout_s, kind)
-        cards = [json.loads(text) for text in exchange(json.dumps(own))]
-        hosts = [card["host"] for card in cards]
-        problems = [f"rank {r}: {card['error']}" for r, card in enumerate(cards) if card["error"]]
+        handshakes = [json.loads(text) for text in exchange(json.dumps(own))]
+        hosts = [handshake["host"] for handshake in handshakes]
+        problems = [f"rank {r}: {handshake['error']}" for r, handshake in enumerate(handshakes) if handshake["error"]]
         if not problems and len(set(hosts)) > 1:
             return None, hosts, ""
         error = ""
         if not problems and native is not None:
             # A pid of another namespace is meaningless here; the death of such a peer is noticed by the deadline only.
-            pids = [card["pid"] if card["pids"] == own["pids"] else 0 for card in cards]
+            pids = [handshake["pid"] if handshake["pids"] == own["pids"] else 0 for handshake in handshakes]
             try:
-                native.connect([card["segment"] for card in cards], pids)
+                native.connect([handshake["segment"] for handshake in handshakes], pids)
             except (OSError, ValueError) as problem:
                 error = str(problem)
         problems = problems or [f"rank {r}: {text}" for r, text in enumerate(exchange(error)) if text]
@@ -142,12 +142,12 @@ def try_local(
         group uses.
     """
     env.ANYACCEL_ISA.get()  # native code reads it later, where the error for a wrong value would be less clear
-    meeting = Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
-    native, hosts, problem = _join(rank, size, timeout.total_seconds(), meeting)
+    rendezvous = Rendezvous(PrefixStore("anyaccel-shm", store), rank, size, timeout)
+    native, hosts, problem = _join(rank, size, timeout.total_seconds(), rendezvous)
     if problem:
         raise CommError(f"the ranks of this host cannot share memory: {problem}")
     if native is None:
-        return None, hosts, meeting.store
+        return None, hosts, rendezvous.store
     native.barrier()  # all ranks have read the store
-    meeting.tidy()
-    return ShmProcessGroup(store, native, rank, size), hosts, meeting.store
+    rendezvous.tidy()
+    return ShmProcessGroup(store, native, rank, size), hosts, rendezvous.store

@@ -102,11 +102,11 @@ def _version(package: str) -> str:
 
 
 def _accelerator_apart() -> dict[str, Any]:
-    from anyaccel.accelerator.apart import run_apart
+    from anyaccel.accelerator.isolated import run_isolated
 
     what = "importing torch, or asking a vendor's package for its device,"
     # _part runs in the other process: its exception might not be one that can be sent back.
-    part: dict[str, Any] = run_apart(lambda: _part(_accelerator, name=None, candidates=[]), what)
+    part: dict[str, Any] = run_isolated(lambda: _part(_accelerator, name=None, candidates=[]), what)
     return part
 
 

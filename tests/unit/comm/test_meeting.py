@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from anyaccel.comm.meeting import Meeting
+from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.errors import CommTimeoutError
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
@@ -27,7 +27,7 @@ def meet(store: Store, size: int, turns: int, tidy: bool) -> None:
     all_have_read = threading.Barrier(size)
 
     def one(rank: int) -> None:
-        meeting = Meeting(PrefixStore("a-group", store), rank, size, LONG)
+        meeting = Rendezvous(PrefixStore("a-group", store), rank, size, LONG)
         for turn in range(turns):
             assert meeting(f"{rank}.{turn}.{size}") == [f"{each}.{turn}.{size}" for each in range(size)]
         all_have_read.wait(60)
@@ -47,6 +47,6 @@ def test_groups_one_after_another_of_any_size(store: Store, tidy: bool) -> None:
 def test_what_groups_that_failed_have_left_is_read_by_nobody(store: Store) -> None:
     for rank, size, missing in ((0, 3, "rank 1, 2"), (1, 3, "rank 0"), (2, 3, "rank 0")):
         with pytest.raises(CommTimeoutError, match=rf"{missing} of 3 did not join the group within 0\.2 s"):
-            Meeting(PrefixStore("a-group", store), rank, size, SHORT)("of a group that failed")
+            Rendezvous(PrefixStore("a-group", store), rank, size, SHORT)("of a group that failed")
     meet(store, 3, 1, tidy=True)
     meet(store, 2, 1, tidy=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from anyaccel import comm, env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
-from anyaccel.comm.watch import watch_of
+from anyaccel.comm.heartbeat import heartbeat_of
 from anyaccel.errors import UsageError
 from anyaccel.inference.native import joining
 from anyaccel.inference.native.loading_watch import LoadingRanks
@@ -90,7 +90,7 @@ def together(
     """
     if group is None:
         return work(progress)
-    watch = watch_of(group, hosts)
+    watch = heartbeat_of(group, hosts)
     ranks = None if watch is None else LoadingRanks(watch, group.rank(), env.ANYACCEL_COMM_TIMEOUT.get())
 
     def exchange(value: object) -> list[object]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from anyaccel.errors import CommTimeoutError
 
 if TYPE_CHECKING:
-    from anyaccel.comm.watch import Watch
+    from anyaccel.comm.heartbeat import Heartbeat
 
 # The least time that a process has to start Python and import what it needs.
 STARTING = 60.0
@@ -96,7 +96,7 @@ class LoadingRanks:
         seconds: as of LoadingWatch.
     """
 
-    def __init__(self, watch: Watch, rank: int, seconds: float) -> None:
+    def __init__(self, watch: Heartbeat, rank: int, seconds: float) -> None:
         self._watch, self._rank = watch, rank
         self._loading = LoadingWatch(watch.names(), seconds)
         count = len(watch.names())

@@ -17,8 +17,8 @@ from anyaccel.launch.cluster.address import are_this_host, is_this_host
 from anyaccel.launch.cluster.agents import SocketAgent
 from anyaccel.launch.cluster.callback import VARIABLE, AgentListener
 from anyaccel.launch.cluster.channel import FrameReader
+from anyaccel.launch.cluster.coordinator import Coordinator, start_agents
 from anyaccel.launch.cluster.forward import forwarded_environment
-from anyaccel.launch.cluster.front import Front, start_agents
 from anyaccel.launch.cluster.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.cluster.launcher_process import LauncherProcess
 from anyaccel.launch.cluster.machines import names_of_this_machine
@@ -348,34 +348,34 @@ def _run_by_launcher(launch: ClusterLaunch) -> int:
     """Start the agents by the runner's launcher; they call back."""
     task, runner = launch.task, launch.runner
     assert runner
-    front = Front(task, task.options.elastic[0] if task.options.elastic else None)
+    coordinator = Coordinator(task, task.options.elastic[0] if task.options.elastic else None)
     if runner.per == "node":
-        front.agents = [SocketAgent(host.name, len(host.slots)) for host in task.hosts]
+        coordinator.agents = [SocketAgent(host.name, len(host.slots)) for host in task.hosts]
     else:
-        front.agents = [SocketAgent(host.name, 1) for host in task.hosts for _ in host.slots]
+        coordinator.agents = [SocketAgent(host.name, 1) for host in task.hosts for _ in host.slots]
 
     def on_hello(connection: socket.socket, reader: FrameReader, data: Any) -> None:
         number = data["number"]
-        agent = front.agents[number] if number in range(len(front.agents)) else None
+        agent = coordinator.agents[number] if number in range(len(coordinator.agents)) else None
         if not isinstance(agent, SocketAgent) or agent.connected:
-            front.console.line(f"warning: host {data['host']} called as number {number}, which nobody waits for")
+            coordinator.console.line(f"warning: host {data['host']} called as number {number}, which nobody waits for")
             connection.close()
             return
-        agent.attach(connection, reader, front.on_frame)
-        front.on_call(agent)
+        agent.attach(connection, reader, coordinator.on_frame)
+        coordinator.on_call(agent)
 
     for text in runner.warnings(task.hosts, os.environ):
-        front.console.line(f"warning: {text}", WARNING)
-    with many_descriptors(2 * len(front.agents)), stop_signals() as wakeup:
+        coordinator.console.line(f"warning: {text}", WARNING)
+    with many_descriptors(2 * len(coordinator.agents)), stop_signals() as wakeup:
         names = [host.name for host in task.hosts]
-        front.listener = AgentListener(task.secret, names, on_hello, agents=len(front.agents))
-        command, environment = launch.command(front.listener.contact.encode())
-        front.console.line(shlex.join(command), DEBUG)
-        front.launcher = LauncherProcess(
+        coordinator.listener = AgentListener(task.secret, names, on_hello, agents=len(coordinator.agents))
+        command, environment = launch.command(coordinator.listener.contact.encode())
+        coordinator.console.line(shlex.join(command), DEBUG)
+        coordinator.launcher = LauncherProcess(
             command,
             {**os.environ, **environment},
-            front.output,
-            front.console,
+            coordinator.output,
+            coordinator.console,
             may_wait=runner.name == "slurm",
         )
-        return front.run(wakeup)
+        return coordinator.run(wakeup)

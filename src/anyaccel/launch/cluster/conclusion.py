@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from anyaccel.launch.cluster.agents import Agent
 from anyaccel.launch.cluster.launcher_process import LauncherProcess
 from anyaccel.launch.failure import exit_code, explain
-from anyaccel.launch.local.contract import SAME_MOMENT
+from anyaccel.launch.local.protocol import SAME_MOMENT
 from anyaccel.launch.output import ERROR, Output
 
 # Seconds within which failures on several hosts count as one event, whose cause is a worker that was killed.

@@ -22,8 +22,8 @@ from anyaccel.launch.cluster import channel
 from anyaccel.launch.cluster.channel import encode_frame, read_line
 from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.failure import Report
-from anyaccel.launch.local.contract import Link
 from anyaccel.launch.local.launcher import say_warnings
+from anyaccel.launch.local.protocol import Link
 from anyaccel.launch.local.supervise import supervise
 from anyaccel.launch.local.worker import PASSED_ON
 from anyaccel.launch.output import LEVELS, Output

@@ -64,14 +64,14 @@ def build_command(
     if endpoint is None:
         endpoint, address = (_LOOPBACK, 0), _LOOPBACK
     host, port = endpoint
-    meeting = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    rendezvous = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     launcher = [
         python, "-m", "torch.distributed.run",
         "--nnodes", f"{least}:{most}",
         "--nproc-per-node", str(slots),
         "--max-restarts", str(max_restarts),
         "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", meeting,
+        "--rdzv-endpoint", rendezvous,
         "--rdzv-id", job_id,
         # Otherwise torch compares host names, which several hosts may share, or which may not resolve.
         "--rdzv-conf", f"is_host={int(first)}",

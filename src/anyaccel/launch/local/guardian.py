@@ -24,7 +24,7 @@ from enum import Enum
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.failure import Failure, Report
-from anyaccel.launch.local.contract import (
+from anyaccel.launch.local.protocol import (
     DELIVERED,
     DUE,
     GUARDIAN_NAME,

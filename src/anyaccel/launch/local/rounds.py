@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from anyaccel.launch import processes
-from anyaccel.launch.local.contract import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
+from anyaccel.launch.local.protocol import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
 from anyaccel.launch.output import WARNING, Output
 
 # The variable that torch's launcher sets for its workers only.

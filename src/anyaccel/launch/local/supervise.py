@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
-from anyaccel.launch.local.contract import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link
 from anyaccel.launch.local.guardian import guard
+from anyaccel.launch.local.protocol import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link
 from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS, Worker
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 

@@ -26,7 +26,7 @@ from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.failure import Report
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.local.command import OUR_ERROR
-from anyaccel.launch.local.contract import STDERR_CLOSED
+from anyaccel.launch.local.protocol import STDERR_CLOSED
 from anyaccel.launch.local.signals import stop_signals, without_stopping
 from anyaccel.launch.local.streams import BACKLOG
 from anyaccel.launch.local.worker import PASSED_ON
@@ -46,7 +46,7 @@ _SLACK_S = 1.5
 _FORCED_END_S = 2.0
 
 
-class Front:
+class Coordinator:
     """Watches the agents of a job and ends it when one fails.
 
     Args:
@@ -387,24 +387,32 @@ class Front:
 
 
 def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | None = None) -> int:
-    """Run a job with one agent a host, each started by a command; returns its exit code as `Front.run` does.
+    """Run a job with one agent a host, each started by a command; returns its exit code as `Coordinator.run` does.
 
     Args:
         commands: argument vector of each host's agent.
-        least: see `Front`.
+        least: see `Coordinator`.
     """
     from anyaccel.launch.cluster.agents import PipeAgent
 
-    front = Front(task, least)
+    coordinator = Coordinator(task, least)
     with many_descriptors(3 * len(commands)), stop_signals() as wakeup:
         try:
             for host, command in zip(task.hosts, commands, strict=True):
-                front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
+                coordinator.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
                 size = len(host.slots)
-                front.agents.append(
-                    PipeAgent(host.name, size, command, task.secret, front.on_frame, front.console, front.output)
+                coordinator.agents.append(
+                    PipeAgent(
+                        host.name,
+                        size,
+                        command,
+                        task.secret,
+                        coordinator.on_frame,
+                        coordinator.console,
+                        coordinator.output,
+                    )
                 )
         except BaseException:
-            front.abandon()
+            coordinator.abandon()
             raise
-        return front.run(wakeup)
+        return coordinator.run(wakeup)

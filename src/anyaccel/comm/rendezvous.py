@@ -15,7 +15,7 @@ from anyaccel.errors import CommError, CommTimeoutError
 _POLL_SECONDS = (0.001, 0.02)  # the first and the longest pause between rank 0's polls for questions
 
 
-class Meeting:
+class Rendezvous:
     """All-gathers of texts among the ranks of one group.
 
     The store may still have the keys of an earlier group with the same name. So each group uses a random prefix: rank 0

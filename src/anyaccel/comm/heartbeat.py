@@ -33,10 +33,10 @@ _NOTICE_SECONDS = 1.0
 _connected: WeakValueDictionary[str, _native.RankWatch] = WeakValueDictionary()
 _own_rank: dict[str, int] = {}
 _beat: dict[str, float] = {}  # seconds
-_of_group: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Heartbeat | None] = WeakKeyDictionary()
 
 
-class Watch:
+class Heartbeat:
     """What is known of the other ranks of a group, by their numbers in it.
 
     Attributes:
@@ -122,8 +122,8 @@ class Watch:
             pause = min(2 * pause, 0.05)
 
 
-def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_s: float) -> Watch | None:
-    """Watch the ranks of a group on several hosts; a collective call.
+def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_s: float) -> Heartbeat | None:
+    """Heartbeat the ranks of a group on several hosts; a collective call.
 
     Args:
         exchange: tells all ranks a text, and returns those of all in rank order.
@@ -143,7 +143,7 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
     common = sorted(set.intersection(*(set(card["known"]) for card in cards)))
     if common:
         numbers = [card["known"][common[0]] for card in cards]
-        return Watch(held[common[0]], numbers, rank, tag, _silence(timeout_s, _beat[common[0]]))
+        return Heartbeat(held[common[0]], numbers, rank, tag, _silence(timeout_s, _beat[common[0]]))
     error, made, beat_s = "", None, min(_BEAT_SECONDS, timeout_s / 4)
     try:
         made = _native.RankWatch(rank, size, addresses_for_others(), beat_s)
@@ -160,11 +160,11 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
         raise CommError(f"the ranks of a group cannot be connected: {problem}") from problem
     name = hashlib.blake2b("\n".join(card for card, _ in told).encode(), digest_size=16).hexdigest()
     _connected[name], _own_rank[name], _beat[name] = made, rank, beat_s
-    return Watch(made, range(size), rank, tag, _silence(timeout_s, beat_s))
+    return Heartbeat(made, range(size), rank, tag, _silence(timeout_s, beat_s))
 
 
-def watch_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Watch | None:
-    """The watch of a group of any backend; None where all ranks are on one host. A collective call.
+def heartbeat_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Heartbeat | None:
+    """The heartbeats of a group of any backend; None where all ranks are on one host. A collective call.
 
     Args:
         hosts: the host of each rank.
@@ -176,7 +176,7 @@ def watch_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Watch | None:
 
     if len(set(hosts)) < 2:
         return None
-    own: Watch | None = getattr(group, "watch", None)  # of a HierarchicalGroup
+    own: Heartbeat | None = getattr(group, "heartbeat", None)  # of a HierarchicalGroup
     if own is not None:
         return own
     if group not in _of_group:
@@ -188,8 +188,8 @@ def watch_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Watch | None:
     return _of_group[group]
 
 
-def known_watch(group: dist.ProcessGroup) -> Watch | None:
-    """The watch that `watch_of` has made of a group."""
+def known_heartbeat(group: dist.ProcessGroup) -> Heartbeat | None:
+    """What `heartbeat_of` has made of a group."""
     return _of_group.get(group)
 
 

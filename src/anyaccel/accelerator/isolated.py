@@ -22,7 +22,7 @@ from anyaccel.errors import AcceleratorUnavailableError
 _PATIENCE = 900.0
 
 
-def run_apart(work: Callable[[], Any], what: str) -> Any:
+def run_isolated(work: Callable[[], Any], what: str) -> Any:
     """What `work()` returns, which JSON can hold.
 
     Args:
