@@ -7,8 +7,8 @@
 
 DIR has each package's source (an unpacked archive of PyPI, or a checkout) in a folder that begins with its name.
 PYTHON is one that has anyaccel and what the tests need. A test that passes as it is has to pass in the other two ways;
-the exit code is 1 when one does not. What is skipped or fails as it is, and passes in CUDA mode, counts as a test that
-needs a GPU. Each run ends at --limit seconds; what had not ended then is not compared.
+the exit code is 1 when one does not. What does not pass as it is, and does in CUDA mode, counts as a test that needs a
+GPU. Each run ends at --limit seconds; what had not ended then is not compared.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def measure(package: dict[str, object], folder: Path, python: str, limit: float)
         row[f"lost {way}"] = lost(runs["as-is"], runs[way], whole)
         if not whole:
             row[f"interrupted {way}"] = True
-    wanting = {name for name, state in runs["as-is"].items() if state != "passed"}
-    row["need a GPU"] = sum(runs["as-cuda"].get(name) == "passed" for name in wanting)
+    gained = (name for name, state in runs["as-cuda"].items() if state == "passed")
+    row["need a GPU"] = sum(runs["as-is"].get(name) != "passed" for name in gained)
     return row
 
 
