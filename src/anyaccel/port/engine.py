@@ -19,7 +19,9 @@ from anyaccel.port.silence import is_silenced
 
 _SUBMODULES = re.compile(r"torch\.cuda\.(?:memory|random|streams|graphs)\.(?=\w)")
 # Calls that by their name run a kernel of CUDA, in a block that runs only on CUDA.
-_KERNEL = re.compile(r"\w*_cuda(?:_\w+)?|cuda_\w+|\w*triton\w*|\w*kernel\w*", re.IGNORECASE)
+_KERNEL = re.compile(
+    r"(?!(?:test|is|has|use|to|move|require)_)\w+_cuda|cuda_(?!is_|available|device)\w+|\w*triton\w*|\w+_kernel"
+)
 _OWN_CUDA = re.compile(r"^[ \t]+def cuda\(self", re.MULTILINE)
 _NO_USE = cst.ImportAlias | cst.ImportFrom | cst.AsName | cst.NameItem | cst.Attribute | cst.Annotation
 _DEEPEST = 150  # brackets; Python itself takes 200

@@ -240,6 +240,8 @@ def test_what_names_no_device_is_left(code: str) -> None:
             f"with torch.amp.autocast({NAME}, enabled=False, dtype=torch.float16): pass",
         ),
         ("torch.cuda.memory.mem_get_info(device=0)", "get_accelerator().mem_get_info(device_index=0)"),
+        ("ok = isinstance(s, (A, torch.cuda.amp.GradScaler))", "ok = isinstance(s, (A, torch.amp.GradScaler))"),
+        ("if torch.cuda.is_available():\n    test_it_cuda()", "if get_accelerator().is_available():"),
         ("ok = torch.cuda.is_bf16_supported()", "ok = get_accelerator().is_bf16_supported(including_emulation=True)"),
         ("pin = x.pin_memory().is_pinned()", "pin = get_accelerator().is_pinned(get_accelerator().pin_memory(x))"),
         (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port.module import Module
+from anyaccel.port.module import Module, last_name
 from anyaccel.port.rule import Place, Rule, Tier
 
 RULE = Rule(
@@ -46,7 +46,10 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
         return
     torch = f"torch.amp.{name}"
     device = module.method("device_name")
-    if isinstance(call, cst.Decorator) and name.startswith("custom_"):
+    checked = module.enclosing(node, cst.Call)
+    if checked is not call and last_name(getattr(checked, "func", None)) in ("isinstance", "issubclass"):
+        edits = [module.replace(node, torch)]  # what torch.cuda.amp has is a subclass of it
+    elif isinstance(call, cst.Decorator) and name.startswith("custom_"):
         edits = [module.replace(node, f"{torch}(device_type={device})")]
     elif not isinstance(call, cst.Call) or call.func is not node or any(arg.star for arg in call.args):
         yield Place(node, f"`{full}`: not fixed: only its calls can be replaced; {torch} takes the device first")

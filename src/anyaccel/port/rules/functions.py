@@ -34,7 +34,7 @@ with get_accelerator().device_guard(1):
 peak = get_accelerator().max_memory_allocated() / get_accelerator().device_properties(0).total_memory""",
     left="""\
 if torch.cuda.is_available():
-    scores = fused_cuda_softmax(scores)""",
+    scores = fused_softmax_cuda(scores)""",
 )
 _METHODS = FUNCTIONS | CONTEXTS
 
