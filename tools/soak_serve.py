@@ -249,7 +249,7 @@ def text_of(reply: Reply, stream: bool) -> str:
 
 def ranks_below(pid: int) -> list[int]:
     """The processes that a process has started, and theirs, that are ranks."""
-    return [each for each in family(pid) if b"anyaccel.serve.rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in family(pid) if b"anyaccel.serve.engine.rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def family(pid: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine and a tokenizer for tests of the server's front, and a client that is an ASGI server's other side.
+"""An engine and a tokenizer for tests of the server's frontend, and a client that is an ASGI server's other side.
 
 The tokens are bytes, so that a test says in plain words what the model answers; nothing here waits for a clock.
 """
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anyaccel.inference.text.chat_template import ChatTemplate
-from anyaccel.serve.contract import (
+from anyaccel.serve.api.http import application
+from anyaccel.serve.interface import (
     Chunk,
     EngineStoppedError,
     GenerationRequest,
@@ -22,9 +23,8 @@ from anyaccel.serve.contract import (
     Stats,
     TokenLogprob,
 )
-from anyaccel.serve.front import Front
-from anyaccel.serve.http import application
-from anyaccel.serve.texts import Texts
+from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.texts import Texts
 
 END = 256
 SPECIAL = {END: "<|end|>", 257: "[TOOL_CALLS]", 258: "<|python_tag|>"}
@@ -88,7 +88,7 @@ class FakeEngine:
     Attributes:
         gate: where it is set, each chunk waits for a permit.
         error: raised before the chunk of this number.
-        ended: how each request ended: "stop", "length", "closed" (the front went away).
+        ended: how each request ended: "stop", "length", "closed" (the frontend went away).
     """
 
     def __init__(self, script: Script | str = "Hello!", facts: ModelFacts | None = None) -> None:
@@ -204,8 +204,8 @@ class Client:
         **more: Any,
     ) -> None:
         self.engine = engine
-        self.front = Front(engine, Texts(tokenizer or ByteTokenizer()), ("fake", "other"), **more)
-        self.app = application(self.front, **(options or {}))
+        self.frontend = Frontend(engine, Texts(tokenizer or ByteTokenizer()), ("fake", "other"), **more)
+        self.app = application(self.frontend, **(options or {}))
 
     async def send(
         self,

@@ -22,11 +22,12 @@ _ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     """Serve until a signal comes."""
-    from anyaccel.serve import connection, listening, server
-    from anyaccel.serve.contract import Chunk, GenerationRequest
-    from anyaccel.serve.front import Front
-    from anyaccel.serve.limits import Limits
-    from anyaccel.serve.texts import Texts
+    from anyaccel.serve import listening, server
+    from anyaccel.serve.api import connection
+    from anyaccel.serve.interface import Chunk, GenerationRequest
+    from anyaccel.serve.protocol.limits import Limits
+    from anyaccel.serve.requests.frontend import Frontend
+    from anyaccel.serve.requests.texts import Texts
     from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine
 
     parser = argparse.ArgumentParser()
@@ -92,10 +93,10 @@ def main() -> None:
     engine = Slow()
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> #}")
     limits = Limits(header_seconds=options.header_seconds)
-    front = Front(engine, Texts(tokenizer), ("fake",), limits=limits)
+    frontend = Frontend(engine, Texts(tokenizer), ("fake",), limits=limits)
     with listening.bind(settings.host, settings.port) as taken:
         port = taken.getsockname()[1]
-        server.run(engine, front, settings, taken, lambda: print(listening.address(settings, port), flush=True))
+        server.run(engine, frontend, settings, taken, lambda: print(listening.address(settings, port), flush=True))
     print("closed" if not engine.live else "left open", flush=True)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import native_models
 from anyaccel.inference.native.runtime import NativeModel
-from anyaccel.serve.contract import GenerationRequest, ModelFacts, Sampling, TokenLogprob
-from anyaccel.serve.decoders import LocalDecoder
-from anyaccel.serve.engine import ServingEngine
-from anyaccel.serve.facts import Decoder, context_of
-from anyaccel.serve.grammar import Grammars
-from anyaccel.serve.settings import EngineSettings
+from anyaccel.serve.engine.decoders import LocalDecoder
+from anyaccel.serve.engine.engine import ServingEngine
+from anyaccel.serve.engine.facts import Decoder, context_of
+from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.interface import GenerationRequest, ModelFacts, Sampling, TokenLogprob
 
 VOCAB = 131
 GREEDY = Sampling(temperature=0.0)

@@ -20,9 +20,9 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.ranks.gathered import RankError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.patience import Patience
-from anyaccel.serve.contract import EngineStoppedError, GenerationRequest, Sampling
-from anyaccel.serve.engine import open_engine
-from anyaccel.serve.settings import EngineSettings
+from anyaccel.serve.engine.engine import open_engine
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.interface import EngineStoppedError, GenerationRequest, Sampling
 from rank_processes import ranks_below
 
 pytest.importorskip("transformers")
@@ -93,7 +93,7 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(
             assert (await two.embed([prompts[0]], "mean"))[0] == pytest.approx(vector, abs=1e-5)
             asked = two.generate(GenerationRequest(prompts[0], 800, serving.GREEDY, ignore_end=True))
             await anext(asked)
-            victims = ranks_below(os.getpid(), "anyaccel.serve.rank")
+            victims = ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
             assert len(victims) == 2
             os.kill(victims[1], signal.SIGKILL)
             with pytest.raises(EngineStoppedError, match="started again"):
@@ -105,7 +105,7 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(
             assert found[0].tokens == expected[0].tokens
         finally:
             await two.close()
-        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+        assert not ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
 
     asyncio.run(main())
 
@@ -117,7 +117,7 @@ def test_ranks_that_are_stopped_are_killed_and_started_again(folder: Path, monke
         try:
             expected = (await serving.answer(two, [5, 6, 7], 8, ignore_end=True)).tokens
             for stopped in (slice(1, 2), slice(0, 1), slice(0, 2)):
-                victims = ranks_below(os.getpid(), "anyaccel.serve.rank")
+                victims = ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
                 assert len(victims) == 2
                 for victim in victims[stopped]:
                     os.kill(victim, signal.SIGSTOP)
@@ -128,10 +128,10 @@ def test_ranks_that_are_stopped_are_killed_and_started_again(folder: Path, monke
                 while not two.ready():
                     await asyncio.sleep(0.05)
                 assert (await serving.answer(two, [5, 6, 7], 8, ignore_end=True)).tokens == expected
-                assert not set(victims) & set(ranks_below(os.getpid(), "anyaccel.serve.rank"))
+                assert not set(victims) & set(ranks_below(os.getpid(), "anyaccel.serve.engine.rank"))
         finally:
             await two.close()
-        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+        assert not ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
 
     asyncio.run(main())
 
@@ -189,11 +189,11 @@ def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
             assert [each.tokens for each in await asyncio.gather(*asked)] == expected
             again = [await serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
             assert [(each.tokens, each.cached) for each in again] == [(tokens, 64) for tokens in expected]
-            os.kill(ranks_below(os.getpid(), "anyaccel.serve.rank")[0], signal.SIGKILL)
+            os.kill(ranks_below(os.getpid(), "anyaccel.serve.engine.rank")[0], signal.SIGKILL)
             assert two.ready()
         finally:
             await two.close()
-        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+        assert not ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
 
     asyncio.run(main())
 

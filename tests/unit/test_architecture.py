@@ -71,6 +71,7 @@ ROOMS = {
         "counts", "host_name", "job", "limits", "output", "failure", "pid_file", "processes", "small_file",
         "plan", "local", "runners", "cluster",
     ),
+    "serve": ("interface", "json_schema", "listening", "engine", "protocol", "requests", "api", "server", "ray"),
 }  # fmt: skip
 
 MODULES = {
@@ -170,15 +171,15 @@ def test_these_imports_bring_neither_torch_nor_a_vendor_package(code: str) -> No
 
 def test_only_a_server_imports_what_speaks_http() -> None:
     web = {"starlette", "uvicorn", "uvloop", "pydantic", "llguidance"}
-    assert not modules_after("import anyaccel.cli.serve, anyaccel.cli.generate, anyaccel.serve.contract") & web
-    assert "torch" not in modules_after("import anyaccel.serve.http, anyaccel.serve.server")
+    assert not modules_after("import anyaccel.cli.serve, anyaccel.cli.generate, anyaccel.serve.interface") & web
+    assert "torch" not in modules_after("import anyaccel.serve.api.http, anyaccel.serve.server")
 
 
-def test_the_front_and_the_engine_of_a_server_know_only_their_contract() -> None:
+def test_the_frontend_and_the_engine_of_a_server_know_only_their_interface() -> None:
     mine = {name: found for name, found in imports().items() if name.startswith("anyaccel.serve.")}
-    front = {name for name, found in mine.items() if found & {"anyaccel.serve.front", "anyaccel.serve.protocol"}}
-    assert "anyaccel.serve.http" in front
-    assert "anyaccel.serve.engine" not in front | set().union(*(mine[name] for name in front))
+    above = {name for name in mine if name.split(".")[2] in ("protocol", "requests", "api")}
+    used = set().union(*(mine[name] for name in above))
+    assert not {name for name in used if name.startswith("anyaccel.serve.engine.")}
 
 
 SOURCES = [

@@ -32,9 +32,9 @@ from anyaccel.serve.listening import Settings
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
-    from anyaccel.serve.contract import Engine
-    from anyaccel.serve.defaults import Defaults
-    from anyaccel.serve.front import Front
+    from anyaccel.serve.interface import Engine
+    from anyaccel.serve.requests.defaults import Defaults
+    from anyaccel.serve.requests.frontend import Frontend
 
 _EXAMPLES = """\
   anyaccel serve
@@ -180,20 +180,20 @@ def main(argv: list[str]) -> int:
             server, defaults = importing.result()
             if told := defaults.told():
                 screen.line(f"sampling: {told}, where a request does not say it, as the model's configuration does")
-            front = _front(options, engine, tokenizer, defaults)
+            frontend = _frontend(options, engine, tokenizer, defaults)
         except BaseException:
             asyncio.run(engine.close())
             raise
         # From here on the server owns the engine, and closes it.
         port = taken.getsockname()[1]
-        server.run(engine, front, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
+        server.run(engine, frontend, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
     return 0
 
 
 def _import_server(options: argparse.Namespace) -> tuple[Any, Defaults]:
     """Import the server and read the model's sampling defaults, which runs beside the loading of the model."""
     server = importlib.import_module("anyaccel.serve.server")
-    from anyaccel.serve.defaults import Defaults, read_defaults
+    from anyaccel.serve.requests.defaults import Defaults, read_defaults
 
     return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else Defaults()
 
@@ -204,8 +204,8 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
     Raises:
         AnyAccelError: it cannot be loaded.
     """
-    from anyaccel.serve.engine import open_engine
-    from anyaccel.serve.settings import EngineSettings
+    from anyaccel.serve.engine.engine import open_engine
+    from anyaccel.serve.engine.settings import EngineSettings
 
     chosen = EngineSettings(
         max_batch=options.max_batch,
@@ -221,12 +221,12 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
     return open_engine(model_of(options), screen, chosen, tokenizer)
 
 
-def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: Defaults) -> Front:
-    from anyaccel.serve.front import Front
-    from anyaccel.serve.texts import Texts
-    from anyaccel.serve.tools import FORMATS
+def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: Defaults) -> Frontend:
+    from anyaccel.serve.requests.frontend import Frontend
+    from anyaccel.serve.requests.texts import Texts
+    from anyaccel.serve.requests.tools import FORMATS
 
-    return Front(
+    return Frontend(
         engine,
         Texts(tokenizer),
         *names_of(options),

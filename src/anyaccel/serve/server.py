@@ -19,11 +19,11 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from anyaccel.serve.connection import bounded
-from anyaccel.serve.contract import Engine
-from anyaccel.serve.front import Front
-from anyaccel.serve.http import application
+from anyaccel.serve.api.connection import bounded
+from anyaccel.serve.api.http import application
+from anyaccel.serve.interface import Engine
 from anyaccel.serve.listening import Settings, before_listening
+from anyaccel.serve.requests.frontend import Frontend
 
 _CONNECTIONS = 1000  # open at once; more get status 503
 _DESCRIPTORS = 4096  # enough for these, for unfinished TLS handshakes, and for everything else
@@ -90,18 +90,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
-    app = application(front, keys=settings.keys, origins=settings.origins, page=settings.page)
+async def _serve(frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
+    app = application(frontend, keys=settings.keys, origins=settings.origins, page=settings.page)
     config = uvicorn.Config(
         app,
-        http=bounded(front.limits, most_connections()),
+        http=bounded(frontend.limits, most_connections()),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=settings.log_level in ("debug", "info"),
         server_header=False,
         root_path=settings.root_path,
-        timeout_keep_alive=int(front.limits.idle_seconds),
+        timeout_keep_alive=int(frontend.limits.idle_seconds),
         timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
@@ -117,7 +117,7 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
         server.should_exit = True
         announced.cancel()
         logger.info("stopping: open requests have %g s to end; a second signal ends them now", settings.drain_seconds)
-        draining.append(loop.create_task(front.engine.drain(settings.drain_seconds)))
+        draining.append(loop.create_task(frontend.engine.drain(settings.drain_seconds)))
 
     async def say() -> None:
         while not server.started:
@@ -139,10 +139,10 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
 
 
 async def _serve_and_close(
-    engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]
+    engine: Engine, frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]
 ) -> None:
     try:
-        await _serve(front, settings, taken, announce)
+        await _serve(frontend, settings, taken, announce)
     finally:
         closing = asyncio.ensure_future(engine.close())
         if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
@@ -152,11 +152,13 @@ async def _serve_and_close(
         await closing
 
 
-def run(engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
+def run(
+    engine: Engine, frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]
+) -> None:
     """Serve until SIGTERM or Ctrl-C, and close the engine.
 
     Args:
         announce: called once the server answers.
     """
     with logs(settings), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_and_close(engine, front, settings, taken, announce))
+        runner.run(_serve_and_close(engine, frontend, settings, taken, announce))

@@ -20,7 +20,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.device import passes
 from anyaccel.inference.device.pages import PAGE
 from anyaccel.inference.native.requests import new_request
-from anyaccel.serve.slots import MultiStep, Slots, Work
+from anyaccel.serve.engine.slots import MultiStep, Slots, Work
 from device_models import on_device
 
 pytest.importorskip("transformers")

@@ -13,11 +13,11 @@ import pytest
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import ModelError
-from anyaccel.serve.ahead import Outbox, Subscriber, TokenDispatcher
-from anyaccel.serve.contract import Chunk, GenerationRequest
-from anyaccel.serve.settings import EngineSettings
-from anyaccel.serve.slots import MultiStep
-from anyaccel.serve.streams import Stream
+from anyaccel.serve.engine.multi_step import Outbox, Subscriber, TokenDispatcher
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.engine.slots import MultiStep
+from anyaccel.serve.engine.streams import Stream
+from anyaccel.serve.interface import Chunk, GenerationRequest
 from serving import GREEDY, answer, decoder_of, engine, native, run
 
 pytest.importorskip("transformers")
@@ -117,7 +117,7 @@ def test_a_step_that_fails_loses_nothing_of_those_before(llama: Any) -> None:
 
 
 def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.serve.engine.LONGEST_CALL_S", 1e9)  # however slow this machine is just now
+    monkeypatch.setattr("anyaccel.serve.engine.engine.LONGEST_CALL_S", 1e9)  # however slow this machine is just now
     calls: list[tuple[int, int]] = []  # steps of a call, requests
 
     def load(_check: object) -> Any:

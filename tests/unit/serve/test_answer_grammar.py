@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.serve.answer_grammar import answer_grammar, array_schema, parameter_grammars, required_calls
-from anyaccel.serve.chat import add_call
-from anyaccel.serve.contract import Grammar, GrammarError
-from anyaccel.serve.grammar import Grammars
+from anyaccel.serve.api.chat import add_call
+from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.interface import Grammar, GrammarError
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
 from anyaccel.serve.json_schema import fault, prepared
-from anyaccel.serve.structured import schema_grammar
-from anyaccel.serve.tools import FORMATS, Call, CallsInText
+from anyaccel.serve.requests.answer_grammar import answer_grammar, array_schema, parameter_grammars, required_calls
+from anyaccel.serve.requests.structured import schema_grammar
+from anyaccel.serve.requests.tools import FORMATS, Call, CallsInText
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, asked, chat
 
 llguidance = pytest.importorskip("llguidance")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from anyaccel.serve.contract import Grammar
-from anyaccel.serve.defaults import defaults_of
-from anyaccel.serve.protocol_chat import ChatChunk, ChatCompletion
+from anyaccel.serve.interface import Grammar
+from anyaccel.serve.protocol.chat import ChatChunk, ChatCompletion
+from anyaccel.serve.requests.defaults import defaults_of
 from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
 
 

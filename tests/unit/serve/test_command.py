@@ -20,8 +20,8 @@ from anyaccel.cli._model_options import by_option
 from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve import listening
-from anyaccel.serve.defaults import Defaults, read_defaults
 from anyaccel.serve.listening import Settings
+from anyaccel.serve.requests.defaults import Defaults, read_defaults
 
 
 @pytest.mark.parametrize(

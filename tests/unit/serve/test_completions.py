@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anyaccel.serve.protocol_completions import Completion
+from anyaccel.serve.protocol.completions import Completion
 from serve_fakes import Answer, FakeEngine, asked
 
 PATH = "/v1/completions"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anyaccel.serve.limits import Limits
+from anyaccel.serve.protocol.limits import Limits
 
 pytest.importorskip("httptools")
 pytest.importorskip("uvicorn")
@@ -69,7 +69,7 @@ async def answers(segments: list[bytes]) -> bytes:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from anyaccel.serve.connection import bounded
+    from anyaccel.serve.api.connection import bounded
 
     config = Config(_echo, ws="none", log_config=None, access_log=False, date_header=False, server_header=False)
     config.load()

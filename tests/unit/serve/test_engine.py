@@ -16,7 +16,8 @@ import torch
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.serve.contract import (
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.interface import (
     DeadlineError,
     EngineFullError,
     EngineStoppedError,
@@ -24,7 +25,6 @@ from anyaccel.serve.contract import (
     Sampling,
     TooLongError,
 )
-from anyaccel.serve.settings import EngineSettings
 from serving import GREEDY, VOCAB, Answer, answer, decoder_of, engine, native, prompt_of, run
 
 pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.contract import Grammar, GrammarError, Sampling
-from anyaccel.serve.grammar import Grammars
-from anyaccel.serve.structured import choice_grammar
+from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.interface import Grammar, GrammarError, Sampling
+from anyaccel.serve.requests.structured import choice_grammar
 from serving import VOCAB, answer, engine, native, run
 
 pytest.importorskip("transformers")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.serve import sending
-from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
-from anyaccel.serve.defaults import Defaults
-from anyaccel.serve.limits import Limits
-from anyaccel.serve.openapi import document
-from anyaccel.serve.protocol import Embeddings, ErrorAnswer, Model, Models
+from anyaccel.serve.api import sending
+from anyaccel.serve.interface import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+from anyaccel.serve.protocol.common import Embeddings, ErrorAnswer, Model, Models
+from anyaccel.serve.protocol.limits import Limits
+from anyaccel.serve.protocol.openapi import document
+from anyaccel.serve.requests.defaults import Defaults
 from serve_fakes import Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
 
 CHAT = "/v1/chat/completions"
@@ -265,10 +265,10 @@ def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: p
 
 
 async def _stream_of(client: Client) -> Any:
-    from anyaccel.serve.chat import chat as prepare
-    from anyaccel.serve.protocol_chat import ChatRequest
+    from anyaccel.serve.api.chat import chat as prepare
+    from anyaccel.serve.protocol.chat import ChatRequest
 
-    work = await prepare(client.front, ChatRequest.model_validate(HI), "")
+    work = await prepare(client.frontend, ChatRequest.model_validate(HI), "")
     async for event in work.stream():
         yield event
 

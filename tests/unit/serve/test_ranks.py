@@ -17,9 +17,9 @@ from anyaccel.inference.ranks.gathered import RankError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.wire import Channel
-from anyaccel.serve import ranks
-from anyaccel.serve.settings import EngineSettings
-from anyaccel.serve.slots import Outcome, Work
+from anyaccel.serve.engine import ranks
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.engine.slots import Outcome, Work
 
 READY = {
     "kind": "ready", "context": 64, "vocabulary": 131, "hidden": 32, "ends": [2], "page_bytes": 1024, "cache_pages": 8,

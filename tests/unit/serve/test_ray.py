@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve import contract
+from anyaccel.serve import interface as contract
+from anyaccel.serve.engine.routing import Routes
 from anyaccel.serve.ray import Options, app
 from anyaccel.serve.ray.calls import Call, Failure
-from anyaccel.serve.routing import Routes
 
 
 def test_options_are_what_the_command_line_of_ray_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

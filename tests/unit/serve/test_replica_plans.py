@@ -11,8 +11,8 @@ import pytest
 from anyaccel import topology
 from anyaccel.inference.ranks.gathered import plan_ranks
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.serve import engine
-from anyaccel.serve.settings import EngineSettings
+from anyaccel.serve.engine import engine
+from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
 

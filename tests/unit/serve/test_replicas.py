@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.contract import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
-from anyaccel.serve.pages import PAGE
-from anyaccel.serve.replicas import Replicas
-from anyaccel.serve.routing import Routes
+from anyaccel.serve.engine.pages import PAGE
+from anyaccel.serve.engine.replicas import Replicas
+from anyaccel.serve.engine.routing import Routes
+from anyaccel.serve.interface import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 
 LONG = list(range(200))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from anyaccel.serve.contract import EngineFullError, EngineStoppedError, Grammar
-from anyaccel.serve.protocol_responses import ResponsesAnswer
+from anyaccel.serve.interface import EngineFullError, EngineStoppedError, Grammar
+from anyaccel.serve.protocol.responses import ResponsesAnswer
 from serve_fakes import TEMPLATE, Answer, ByteTokenizer, FakeEngine, asked
 
 CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object"}}

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyaccel.serve.contract import EngineFullError, TooLongError
-from anyaccel.serve.pages import PAGE
-from anyaccel.serve.plans import Drop, Plan, Share, Shrink, Start
-from anyaccel.serve.rates import Rates
-from anyaccel.serve.scheduler import Entry, Limits, Scheduler
+from anyaccel.serve.engine.pages import PAGE
+from anyaccel.serve.engine.plans import Drop, Plan, Share, Shrink, Start
+from anyaccel.serve.engine.rates import Rates
+from anyaccel.serve.engine.scheduler import Entry, Limits, Scheduler
+from anyaccel.serve.interface import EngineFullError, TooLongError
 
 END = 1
 

@@ -16,10 +16,10 @@ import native_models
 from anyaccel.cli._model_options import Drafts
 from anyaccel.cli.serve import build_parser
 from anyaccel.inference.native.draft import attach
-from anyaccel.serve.chat import usage_of
-from anyaccel.serve.contract import Chunk, GenerationRequest, Sampling, Stats
-from anyaccel.serve.metrics import Metrics
-from anyaccel.serve.streams import Stream
+from anyaccel.serve.api.chat import usage_of
+from anyaccel.serve.engine.streams import Stream
+from anyaccel.serve.interface import Chunk, GenerationRequest, Sampling, Stats
+from anyaccel.serve.requests.metrics import Metrics
 from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
 
 KINDS = {"text": {"draft_tokens": 15}, "model": {"draft_tokens": 15, "draft_model": True}}

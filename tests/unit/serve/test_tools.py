@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.serve.protocol_chat import ChatChunk, ChatCompletion
-from anyaccel.serve.reasoning import Thoughts
-from anyaccel.serve.tools import FORMATS, Call, CallsInArray, CallsInText, format_of
+from anyaccel.serve.protocol.chat import ChatChunk, ChatCompletion
+from anyaccel.serve.requests.reasoning import Thoughts
+from anyaccel.serve.requests.tools import FORMATS, Call, CallsInArray, CallsInText, format_of
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat
 
 WEATHER = {

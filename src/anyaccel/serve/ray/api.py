@@ -11,13 +11,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
-from anyaccel.serve.defaults import Defaults, read_defaults
-from anyaccel.serve.front import Front
-from anyaccel.serve.http import application
+from anyaccel.serve.api.http import application
 from anyaccel.serve.ray.options import Options
 from anyaccel.serve.ray.remote import RemoteEngine
-from anyaccel.serve.texts import Texts
-from anyaccel.serve.tools import FORMATS
+from anyaccel.serve.requests.defaults import Defaults, read_defaults
+from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.texts import Texts
+from anyaccel.serve.requests.tools import FORMATS
 
 
 class Api:
@@ -31,7 +31,7 @@ class Api:
         defaults = await asyncio.to_thread(read_defaults, options.path()) if reads else Defaults()
         facts = await model.facts.remote()  # once a replica has loaded the model
         self._engine = RemoteEngine(model, facts, options.request_timeout)
-        front = Front(
+        frontend = Frontend(
             self._engine,
             Texts(tokenizer),
             options.names,
@@ -42,7 +42,7 @@ class Api:
             defaults=defaults,
         )
         keys = [key.get_secret_value() for key in options.api_key]
-        self._app = application(front, keys=keys, origins=options.allowed_origins, page=options.page)
+        self._app = application(frontend, keys=keys, origins=options.allowed_origins, page=options.page)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Ray's question for the application, once this is made."""

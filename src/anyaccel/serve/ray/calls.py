@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve import contract
+from anyaccel.serve import interface as contract
 
 # Some errors have constructor arguments of their own, which pickle would not restore.
 _KINDS: tuple[type[AnyAccelError], ...] = (

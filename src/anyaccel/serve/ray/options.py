@@ -13,8 +13,8 @@ from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.listening import origin_of
-from anyaccel.serve.settings import EngineSettings
 
 
 def _given_key() -> list[SecretStr]:
@@ -111,7 +111,7 @@ class Options(BaseModel):
 
     @property
     def aliases(self) -> list[str]:
-        """Names that are taken as well, and told to nobody; see `Front`."""
+        """Names that are taken as well, and told to nobody; see `Frontend`."""
         return [] if self.served_model_name else list(dict.fromkeys([*filter(None, [self.model]), str(self.path())]))
 
     @property

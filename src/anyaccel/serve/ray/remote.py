@@ -17,7 +17,8 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from anyaccel.errors import AnyAccelError
-from anyaccel.serve.contract import (
+from anyaccel.serve.engine.routing import together
+from anyaccel.serve.interface import (
     Chunk,
     DeadlineError,
     EngineFullError,
@@ -27,7 +28,6 @@ from anyaccel.serve.contract import (
     Stats,
 )
 from anyaccel.serve.ray.calls import Call, Failure
-from anyaccel.serve.routing import together
 
 logger = logging.getLogger("ray.serve")
 

@@ -13,8 +13,8 @@ import ray
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.launch.local.leases import Lease, bind_to, lease_cores
-from anyaccel.serve.contract import Chunk, ModelFacts, Stats
-from anyaccel.serve.engine import open_engine
+from anyaccel.serve.engine.engine import open_engine
+from anyaccel.serve.interface import Chunk, ModelFacts, Stats
 from anyaccel.serve.ray.calls import Call, Failure
 from anyaccel.serve.ray.options import Options
 from anyaccel.topology import Machine, format_cpu_list, read_machine

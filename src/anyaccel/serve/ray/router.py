@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
+from anyaccel.serve.engine.routing import Routes
 from anyaccel.serve.ray.calls import Call
-from anyaccel.serve.routing import Routes
 
 _PAGES = 1 << 16  # assumed for the cache of a replica that has not reported its size
 

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/responses`: OpenAI's newer API for conversations, with output items and named events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from anyaccel.errors import AnyAccelError
+from anyaccel.serve.protocol.chat import CalledFunction, Function, FunctionName, Message, NamedTool, Tool, ToolCall
+from anyaccel.serve.protocol.common import ResponseFormat
+from anyaccel.serve.protocol.errors import ApiError, api_error, wrong
+from anyaccel.serve.protocol.json_text import event
+from anyaccel.serve.protocol.responses import InputItem, NamedFunction, ResponsesRequest
+from anyaccel.serve.requests.conversation import Delta, Prompt, answer_room, deltas, prompt_of
+from anyaccel.serve.requests.frontend import Frontend, new_id
+from anyaccel.serve.requests.rendering import text_of
+from anyaccel.serve.requests.structured import response_grammar
+
+Event = dict[str, Any]
+
+
+def messages_of(request: ResponsesRequest) -> list[Message]:
+    """The input as messages.
+
+    Raises:
+        ApiError: an item is of a kind that this server does not support.
+    """
+    messages = []
+    if request.instructions:
+        messages.append(Message(role="system", content=request.instructions))
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    for place, item in enumerate(request.input):
+        message = _message(item, f"input[{place}]")
+        before = messages[-1] if messages else None
+        if message is None:
+            continue
+        if message.tool_calls and before is not None and before.role == "assistant":  # calls of one answer
+            messages[-1] = before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), *message.tool_calls]})
+        else:
+            messages.append(message)
+    if not messages:
+        raise wrong("input", "has no message")
+    return messages
+
+
+def _message(item: InputItem, where: str) -> Message | None:
+    if item.type in (None, "message"):
+        if item.role is None:
+            raise wrong(f"{where}.role", "is required")
+        return Message(role=item.role, content=text_of(item.content, f"{where}.content"))
+    if item.type == "function_call":
+        if not item.name or item.call_id is None:
+            raise wrong(f"{where}.name", "a call needs name and call_id")
+        function = CalledFunction(name=item.name, arguments=item.arguments or "{}")
+        return Message(role="assistant", tool_calls=[ToolCall(id=item.call_id, type="function", function=function)])
+    if item.type == "function_call_output":
+        return Message(role="tool", content=text_of(item.output, f"{where}.output"), tool_call_id=item.call_id)
+    if item.type == "reasoning":  # thoughts of earlier answers are not given to the model again
+        return None
+    raise wrong(f"{where}.type", f"{item.type[:40]!r} is not supported: this model reads text and calls of functions")
+
+
+def _tools(request: ResponsesRequest) -> list[Tool]:
+    tools = []
+    for place, tool in enumerate(request.tools or ()):
+        if tool.type != "function" or tool.name is None:
+            raise wrong(f"tools[{place}]", "only tools of type function, with a name, are supported")
+        function = Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+        tools.append(Tool(type="function", function=function))
+    return tools
+
+
+class Responses:
+    """A checked request. The events of its stream also build the response in one piece."""
+
+    def __init__(
+        self, frontend: Frontend, request: ResponsesRequest, prompt: Prompt, max_tokens: int, key: str
+    ) -> None:
+        self._frontend = frontend
+        self._request = request
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._key = key
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the output item that still grows
+        self._usage: dict[str, Any] | None = None
+        self._status, self._why = "in_progress", ""
+        self._identity, self._created = new_id("resp_"), int(time.time())
+
+    def _answer(self) -> dict[str, Any]:
+        request = self._request
+        return {
+            "id": self._identity,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": self._why} if self._why else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model or self._frontend.model,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self._frontend.defaults.temperature if request.temperature is None else request.temperature,
+            "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
+            "tool_choice": request.tool_choice.model_dump()
+            if isinstance(request.tool_choice, NamedFunction)
+            else request.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            "top_p": self._frontend.defaults.top_p if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage,
+        }
+
+    # Items -------------------------------------------------------------------------------------------------
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        """Close the open item, and open another one."""
+        events = self._close()
+        self._open = item
+        self._output.append(item)
+        shown = {**item, "content": []} if "content" in item else dict(item)
+        events.append({"type": "response.output_item.added", "output_index": self._index, "item": shown})
+        if "content" in item:
+            events.append(self._part_event("response.content_part.added", part={**item["content"][0], "text": ""}))
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    def _part_event(self, kind: str, **more: Any) -> Event:
+        item = self._output[-1]
+        part = {"content_index": 0} if "content" in item else {}
+        return {"type": kind, "item_id": item["id"], "output_index": self._index, **part, **more}
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        if item["type"] == "function_call":
+            events = [self._part_event("response.function_call_arguments.done", arguments=item["arguments"])]
+        else:
+            part = item["content"][0]
+            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            more: dict[str, Any] = {} if kind == "reasoning_text" else {"logprobs": []}
+            events = [
+                self._part_event(f"response.{kind}.done", text=part["text"], **more),
+                self._part_event("response.content_part.done", part=dict(part)),
+            ]
+        return [*events, {"type": "response.output_item.done", "output_index": self._index, "item": dict(item)}]
+
+    def _grow(self, kind: str, text: str) -> list[Event]:
+        """Append text to the message or to the thoughts, opening a new item if another one is open."""
+        events = []
+        if self._open is None or self._open["type"] != kind:
+            if kind == "reasoning":
+                parts = [{"type": "reasoning_text", "text": ""}]
+                item = {"id": new_id("rs_"), "type": kind, "status": "in_progress", "summary": [], "content": parts}
+            else:
+                parts = [{"type": "output_text", "text": "", "annotations": []}]  # type: ignore[dict-item]
+                item = {
+                    "id": new_id("msg_"),
+                    "type": kind,
+                    "status": "in_progress",
+                    "role": "assistant",
+                    "content": parts,
+                }
+            events = self._begin(item)
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        if kind == "reasoning":
+            return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
+        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=[])]
+
+    def _call(self, part: dict[str, Any]) -> list[Event]:
+        events = []
+        if "id" in part:
+            item = {"id": new_id("fc_"), "type": "function_call", "status": "in_progress", "call_id": part["id"]}
+            events = self._begin({**item, "name": part["function"]["name"], "arguments": ""})
+        assert self._open is not None
+        arguments = part["function"]["arguments"]
+        self._open["arguments"] += arguments
+        return [*events, self._part_event("response.function_call_arguments.delta", delta=arguments)]
+
+    def _events_of(self, delta: Delta) -> list[Event]:
+        events = []
+        if delta.thoughts:
+            events += self._grow("reasoning", delta.thoughts)
+        if delta.content:
+            events += self._grow("message", delta.content)
+        for part in delta.calls:
+            events += self._call(part)
+        if delta.finish is not None:
+            if not self._output:
+                events += self._grow("message", "")
+            cut = delta.finish == "length"
+            self._status = "incomplete" if cut else "completed"
+            self._why = "max_output_tokens" if cut else ""
+            events += self._close(self._status)
+        return events
+
+    # Answers -----------------------------------------------------------------------------------------------
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        yield {"type": "response.created", "response": self._answer()}
+        yield {"type": "response.in_progress", "response": self._answer()}
+        request, last = self._request, None
+        found = deltas(
+            self._frontend,
+            request,
+            self._prompt,
+            max_tokens=self._max_tokens,
+            several=request.parallel_tool_calls is not False,
+            key=self._key,
+        )
+        async with aclosing(found):
+            async for delta in found:
+                last = delta.piece
+                for each in self._events_of(delta):
+                    yield each
+        assert last is not None
+        prompt = len(self._prompt.tokens)
+        self._usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": last.cached},
+            "output_tokens": last.count,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + last.count,
+        }
+        yield {"type": f"response.{self._status}", "response": self._answer()}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece.
+
+        Raises:
+            AnyAccelError, ApiError: see `Engine.generate`.
+        """
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._answer()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events, as it comes.
+
+        Raises:
+            AnyAccelError, ApiError: see `Engine.generate`; before the answer's first token.
+        """
+        waiting: list[bytes] = []  # held back until the first token, so that an error before it gets an HTTP status
+        number = 0
+        try:
+            async with aclosing(self._events()) as events:
+                async for each in events:
+                    waiting.append(event({**each, "sequence_number": number}, each["type"]))
+                    number += 1
+                    if number > 2:
+                        yield b"".join(waiting)
+                        waiting.clear()
+        except (AnyAccelError, ApiError) as error:
+            if number <= 2:
+                raise
+            said = api_error(error)
+            self._status = "failed"
+            failed = {**self._answer(), "error": {"code": said.code or "server_error", "message": said.message}}
+            yield event({"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed")
+
+
+async def responses(frontend: Frontend, request: ResponsesRequest, key: str) -> Responses:
+    """Check a request, and make its prompt.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    frontend.check_model(request.model)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise wrong(name, "is not supported, as this server keeps no answers: send the conversation in input")
+    if request.background:
+        raise wrong("background", "is not supported, as this server keeps no answers")
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
+        raise wrong("top_logprobs", "is not supported here; /v1/chat/completions has them")
+    form = request.text.format if request.text else None
+    wanted = None
+    if form is not None:
+        # The schema is a field of `text.format`, as it may be of `response_format` beside json_object.
+        if form.type == "json_schema" and form.json_schema is None:
+            raise wrong("text.format.schema", "is required in a format of type json_schema")
+        wanted = None if form.type == "text" else ResponseFormat(type="json_object", schema=form.json_schema)
+    choice: str | NamedTool | None
+    if isinstance(request.tool_choice, NamedFunction):
+        choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))
+    else:
+        choice = request.tool_choice
+    prompt = await prompt_of(
+        frontend,
+        messages_of(request),
+        _tools(request),
+        choice,
+        request.parallel_tool_calls,
+        response_grammar(wanted, "text.format"),
+        request.chat_template_kwargs,
+    )
+    room = answer_room(frontend, prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")
+    return Responses(frontend, request, prompt, room, key)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access control: API keys compared in constant time, the origins of pages, and security headers for browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anyaccel.serve.api.sending import error_answer
+from anyaccel.serve.interface import EngineStoppedError
+from anyaccel.serve.protocol.errors import ApiError
+from anyaccel.serve.requests.metrics import Metrics
+
+# Paths that need no key: the server's state and version, and the chat page, which has no data of its own.
+OPEN = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
+_OPEN_BELOW = "/page/"
+
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+}
+
+
+class Keys:
+    """The API keys of the server; without any, no request needs one."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [self._digest(key) for key in keys]
+
+    @staticmethod
+    def _digest(key: str) -> bytes:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def holder(self, given: str) -> str | None:
+        """A name for the holder of this key that does not reveal it; None if the key is not known.
+
+        All bytes of all keys are compared, so that the time reveals nothing of them.
+        """
+        mine = self._digest(given)
+        known = sum([hmac.compare_digest(mine, each) for each in self._digests])
+        return mine.hex()[:16] if known else None
+
+
+class Guard:
+    """Middleware that refuses unauthorised requests, and counts responses.
+
+    Args:
+        origins: sites whose pages may send requests; "*": all.
+        paths: paths with metrics of their own; all others are counted as "other".
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, origins: Sequence[str], metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._origins = frozenset(origins)
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = _path(scope)
+        begun = False
+
+        async def counted_send(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                told = path if path in self._paths else "other"
+                method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+                self._metrics.answered(method, told, message["status"])
+            await send(message)
+
+        scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
+        try:
+            scope["anyaccel.key"] = self._client_name(scope, path)
+        except ApiError as error:
+            await error_answer(error)(scope, receive, counted_send)
+            return
+        try:
+            await self._app(scope, receive, counted_send)
+        except asyncio.CancelledError:  # the server stops, and draining has not ended the request
+            if begun:
+                scope.get("anyaccel.abort", lambda: None)()
+            else:
+                await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, counted_send)
+
+    def _client_name(self, scope: Scope, path: str) -> str:
+        """The name of the client, for fair queueing.
+
+        Raises:
+            ApiError: the key is missing or wrong, or the page of another site sends the request.
+        """
+        headers = Headers(scope=scope)
+        client = scope.get("client")
+        address = client[0] if client else ""
+        if path in OPEN or path.startswith(_OPEN_BELOW) or scope["method"] == "OPTIONS":
+            return address
+        if self._keys:
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            given = given.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+            if not given:
+                raise ApiError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
+            if (holder := self._keys.holder(given)) is None:
+                raise ApiError(401, "the API key is not known here", None, "invalid_api_key")
+            return holder
+        self._check_origin(headers.get("origin", ""), headers.get("host", ""))
+        return address
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        """Refuse the pages of other sites on a server without keys.
+
+        An attacker can make a name of theirs resolve to this machine (DNS rebinding); to a browser their page is then
+        of the same site. So only addresses and localhost count as the same site; other names have to be allowed.
+        """
+        if not origin or origin in self._origins or "*" in self._origins:
+            return
+        try:
+            there = urlsplit(origin)
+            own = there.netloc == host and _is_address(there.hostname or "")
+        except ValueError:  # not a URL; no browser sends that
+            own = False
+        if not own:
+            raise ApiError(
+                403,
+                f"pages of {origin[:200]} may not ask this server; start it with --allowed-origins, or with a key",
+                None,
+                "origin_not_allowed",
+            )
+
+
+def _is_address(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _path(scope: Scope) -> str:
+    """The path below --root-path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] or "/" if root and path.startswith(root + "/") else path

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder that the engine drives: in this process, or on ranks (`ranks.py`). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import host_memory
+from anyaccel.errors import UsageError
+from anyaccel.serve.engine.facts import (
+    ONLY_ALONE,
+    ONLY_NATIVE,
+    Decoder,
+    check_pages,
+    context_of,
+    lacking,
+    limited,
+    plan_line,
+    shares_of,
+    with_own_ends,
+)
+from anyaccel.serve.engine.pages import PAGE
+from anyaccel.serve.engine.slots import MultiStep, Outcome, Slots, Work
+from anyaccel.serve.interface import ModelFacts
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+    from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.serve.engine.settings import EngineSettings
+
+
+class LocalDecoder:
+    """A model in this process, in the native runtime or on a device."""
+
+    multi_step = True
+
+    def __init__(self, native: NativeModel, facts: ModelFacts) -> None:
+        self._slots: Slots | None = Slots(native.model)
+        self.page_bytes = native.model.cache_bytes_per_token() * PAGE
+        self.cache_pages = native.model.cache_limit_bytes // self.page_bytes
+        check_pages(self.cache_pages, self.page_bytes)
+        self.shares = shares_of(native)
+        self.facts = limited(facts, self.cache_pages)
+
+    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+        assert self._slots is not None
+        return self._slots.apply(work, multi_step)
+
+    def check(self) -> None:
+        pass  # it cannot fail without this process
+
+    def late(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots.clear()
+        self._slots = None  # frees the weights now: the next decoder may be loaded before this object is collected
+
+
+def open_decoder(
+    options: ModelOptions,
+    screen: Watcher,
+    settings: EngineSettings,
+    tokenizer: Any = None,
+    check: Callable[[], object] | None = None,
+    replica: int = 0,
+) -> Decoder:
+    """Load the model that the options name.
+
+    Args:
+        tokenizer: of the model, where the caller has it already.
+        check: called now and then while the model loads; what it raises ends that.
+        replica: which of `settings.replicas` it is.
+
+    Raises:
+        UsageError: it is not one of those that DecoderSpec has, or does not fit the settings.
+        AnyAccelError: it cannot be read.
+    """
+    from anyaccel.inference.native.draft import check_draft_path
+    from anyaccel.inference.ranks.loading import (
+        check_same_tokens,
+        describe_accelerator,
+        describe_weights,
+        device_loader,
+        host_accelerator,
+        load_draft,
+        loader,
+        no_drafts,
+        runs_on_host,
+    )
+    from anyaccel.inference.spec.mapping import Unsupported
+    from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
+    from anyaccel.topology import read_machine
+
+    machine = read_machine()
+    host = host_accelerator(machine)
+    alone = options.ranks == 1 and settings.replicas == 1
+    on_host = host is not None or runs_on_host()
+    on_device = options.runtime == "device" or not on_host
+    if options.runtime in ("torch", "plain"):
+        raise UsageError(f"--runtime {options.runtime}: {ONLY_NATIVE}; anyaccel generate has the others")
+    if options.runtime == "native" and not on_host:
+        raise UsageError("--runtime native: it runs on the host's own processor; set DS_ACCELERATOR=cpu to use it")
+    if not on_host and settings.replicas > 1:
+        raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
+    cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_host else 0)
+    options = replace(options, cache_bytes=cache_bytes // settings.replicas)
+    if options.draft and on_device:
+        raise no_drafts(options, "runs on the CPU")
+    if not alone:
+        if options.draft:
+            check_draft_path(Path(options.draft))
+            check_same_tokens(options, tokenizer or load_text_tokenizer(Path(options.model)))
+        from anyaccel.serve.engine.ranks import RanksDecoder
+
+        return RanksDecoder(options, screen, settings, tokenizer, replica)
+    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    screen.line(f"topology: {machine.summary()}")
+    try:
+        native = (device_loader if on_device else loader)(options, screen.progress, check=check)()
+    except Unsupported as lack:
+        raise lacking(lack.feature) from None
+    describe_weights(native, screen)
+    if options.draft:
+        load_draft(options, native, tokenizer or load_text_tokenizer(Path(options.model)), screen, check)
+    path, spec = Path(options.model), native.whole_spec
+    ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
+    context = context_of(native.spec.max_tokens, settings)
+    decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
+    where = "one process and its accelerator" if on_device else f"one process of {native.model.threads} threads"
+    plan = plan_line(decoder, where, options, settings)
+    decoder.facts = replace(decoder.facts, plan=plan)
+    return decoder

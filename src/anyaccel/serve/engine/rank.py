@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of `anyaccel serve --tp`: every rank computes the same steps, and rank 0 sends the results to the engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from anyaccel.inference.ranks.rank import main
+from anyaccel.serve.engine.facts import lacking, shares_of
+from anyaccel.serve.engine.pages import PAGE
+from anyaccel.serve.engine.slots import Slots, Work
+
+if TYPE_CHECKING:
+    from anyaccel.inference.ranks.rank import Model
+    from anyaccel.inference.ranks.wire import Channel
+
+
+def serve(channel: Channel, rank: int, backend: Model) -> None:
+    """Compute steps until the engine closes the channel."""
+    native = backend.native  # type: ignore[union-attr]
+    page_bytes = native.model.cache_bytes_per_token() * PAGE
+    channel.send(
+        kind="ready",
+        context=native.spec.max_tokens,
+        vocabulary=native.whole_spec.vocab,
+        hidden=native.whole_spec.hidden,
+        ends=backend.ends,
+        page_bytes=page_bytes,
+        cache_pages=native.model.cache_limit_bytes // page_bytes,
+        shares=shares_of(native),
+        threads=native.model.threads,
+    )
+    slots = Slots(native.model)
+    while True:
+        outcome = slots.apply(Work(**channel.receive()["work"]))
+        if rank == 0:
+            channel.send(kind="outcome", outcome=asdict(outcome))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], serve, lacking))

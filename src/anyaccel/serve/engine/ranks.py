@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder on several ranks, each a process on cores of its own; see `inference/ranks`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
+from anyaccel.inference.ranks.processes import RankProcesses
+from anyaccel.serve.engine.facts import check_pages, context_of, limited, plan_line, with_own_ends
+from anyaccel.serve.engine.slots import MultiStep, Outcome, Work
+from anyaccel.serve.interface import ModelFacts
+
+if TYPE_CHECKING:
+    from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.serve.engine.settings import EngineSettings
+
+
+class RanksDecoder:
+    """See `facts.Decoder`. The ranks end when the thread that made this object ends."""
+
+    multi_step = False  # each step is sent to all ranks
+
+    def __init__(
+        self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
+    ) -> None:
+        plan, summary = plan_ranks(options.ranks, replica, settings.replicas, options.asked)
+        self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.engine.rank"))
+        try:
+            self._ranks.load(options, summary)
+            said = self._ranks.loaded(screen)
+            self.page_bytes = sum(each["page_bytes"] for each in said)
+            self.cache_pages = min(each["cache_pages"] for each in said)
+            check_pages(self.cache_pages, self.page_bytes)
+        except BaseException:
+            self.close()
+            raise
+        first = said[0]
+        self.shares = first["shares"]
+        ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
+        count = f"{options.ranks} ranks" if options.ranks > 1 else "one process"
+        where = f"{count} of {first['threads']} threads" if first["threads"] else f"{count} with a device each"
+        facts = ModelFacts(
+            context_of(first["context"], settings),
+            first["vocabulary"],
+            frozenset(ends),
+            first["hidden"],
+            options.dtype,
+            plan_line(self, where, options, settings),
+        )
+        self.facts = limited(facts, self.cache_pages)
+
+    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+        assert multi_step is None
+        self._ranks.send("step", work=asdict(work))
+        message = self._ranks.outcome(sum(count for _, count in work.run), "outcome")
+        return Outcome(**message["outcome"])
+
+    def late(self) -> bool:
+        return self._ranks.steps.late()
+
+    def check(self) -> None:
+        if self._ranks.processes.code() is not None:
+            raise self._ranks.lost()
+
+    def close(self) -> None:
+        self._ranks.processes.end(FAREWELL)

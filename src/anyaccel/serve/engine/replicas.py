@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines as one: each has the whole model on cores and memory of its own. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from anyaccel.serve.engine.routing import Routes, together
+from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, ModelFacts, Stats
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+
+class Replica(Engine, Protocol):
+    """One of the engines."""
+
+    @property
+    def cache_pages(self) -> int:
+        """The number of pages that its cache has room for."""
+
+    def alive(self) -> bool:
+        """Whether it is ready, or a step is late only."""
+
+
+class Silent:
+    """A screen that shows nothing, for the replicas after the first, which would repeat its lines."""
+
+    def line(self, text: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+
+class Replicas:
+    """See `contract.Engine`; `routing.Routes` says which of them gets a request.
+
+    One whose engine fails before anything has come of its answer goes to another engine, if one is ready. One whose
+    answer has begun ends with EngineStoppedError.
+
+    Args:
+        timeout_s: of a request that does not say its own.
+    """
+
+    def __init__(self, engines: Sequence[Replica], shares: bool = True, timeout_s: float = float("inf")) -> None:
+        self._engines = tuple(engines)
+        self._timeout_s = timeout_s
+        self._open = [0] * len(engines)
+        self._routes: Routes[int] = Routes(shares)
+        first = engines[0].facts
+        each = list(dict.fromkeys(engine.facts.plan[0].removeprefix("plan: ") for engine in engines))
+        plan = (f"plan: {len(engines)} replicas, each of {each[0]}", *first.plan[1:])
+        if len(each) > 1:  # the machine's NUMA nodes differ
+            plan = (f"plan: {len(engines)} replicas", *(f"  of {one}" for one in each), *first.plan[1:])
+        self.facts: ModelFacts = replace(first, plan=plan)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        end = time.monotonic() + (self._timeout_s if request.timeout_s is None else request.timeout_s)
+        failed: set[int] = set()
+        while True:
+            number = self._choose(request.prompt, failed)
+            begun = False
+            try:
+                async with aclosing(self._answer(number, request)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except EngineStoppedError:
+                failed.add(number)
+                if begun or not self._others(failed) or time.monotonic() > end:
+                    raise
+            if end != float("inf"):
+                request = replace(request, timeout_s=max(0.001, end - time.monotonic()))
+
+    async def _answer(self, number: int, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        self._note(number, request.prompt)
+        tokens = list(request.prompt)
+        self._open[number] += 1
+        try:
+            answer = cast("AsyncGenerator[Chunk, None]", self._engines[number].generate(request))
+            async with aclosing(answer) as chunks:
+                async for chunk in chunks:
+                    tokens += chunk.tokens
+                    yield chunk
+        finally:
+            self._open[number] -= 1
+            if self._engines[number].alive():
+                self._note(number, tokens)  # the conversation's next turn begins with it
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
+    ) -> list[list[float]]:
+        async def one(prompt: Sequence[int]) -> list[float]:
+            failed: set[int] = set()
+            while True:
+                number = self._choose((), failed)
+                self._open[number] += 1
+                try:
+                    return (await self._engines[number].embed([prompt], pooling, key))[0]
+                except EngineStoppedError:
+                    failed.add(number)
+                    if not self._others(failed):
+                        raise
+                finally:
+                    self._open[number] -= 1
+
+        return await together(map(one, prompts))
+
+    def stats(self) -> Stats:
+        return sum((engine.stats() for engine in self._engines), Stats())
+
+    def ready(self) -> bool:
+        return any(engine.ready() for engine in self._engines)
+
+    def alive(self) -> bool:
+        return any(engine.alive() for engine in self._engines)
+
+    async def drain(self, seconds: float) -> None:
+        await asyncio.gather(*(engine.drain(seconds) for engine in self._engines))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    def _choose(self, prompt: Sequence[int], failed: Collection[int]) -> int:
+        """The engine for this prompt; one that restarts, or whose step is late, only where all others are too."""
+        for number, engine in enumerate(self._engines):
+            if not engine.alive():
+                self._routes.forget(number)
+        ready = self._others(failed) or list(range(len(self._engines)))
+        return self._routes.order(prompt, {number: self._open[number] for number in ready})[0]
+
+    def _others(self, failed: Collection[int]) -> list[int]:
+        """Engines that are ready, but for those that have failed."""
+        return [number for number, engine in enumerate(self._engines) if number not in failed and engine.ready()]
+
+    def _note(self, number: int, tokens: Sequence[int]) -> None:
+        self._routes.note(number, tokens, self._engines[number].cache_pages)

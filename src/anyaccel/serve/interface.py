@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HTTP asks of the engine, in token ids: the one page that both sides are written to. Torch-free, HTTP-free.
+
+The frontend (`http`, `protocol`) turns text into tokens and back, finds stop strings and writes JSON; the engine
+schedules, computes and samples. Neither imports the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+from anyaccel.errors import AnyAccelError, UsageError
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class EngineFullError(AnyAccelError):
+    """So many requests wait already that another would only wait too; HTTP 429.
+
+    Attributes:
+        retry_after_s: when it is worth to come again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStoppedError(AnyAccelError):
+    """The engine, or one of its ranks, has died, or takes no more requests because it is to end; HTTP 503."""
+
+
+class DeadlineError(AnyAccelError):
+    """The request's time was over before its answer was complete; HTTP 504, or the end of a stream."""
+
+    def __init__(self, message: str = "the request's time was over before its answer was complete") -> None:
+        super().__init__(message)
+
+
+class TooLongError(AnyAccelError):
+    """Prompt and answer do not fit the model's context or the cache; HTTP 400."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like: the constraint that the engine makes masks of while a step runs.
+
+    Attributes:
+        kind: "json_object" (any JSON object, `text` is unused), "json_schema", "regex", or "lark" (llguidance's
+            grammar format).
+        text: the schema as JSON, the regular expression, the grammar.
+        param: the field of the request that it is from, for errors.
+        parts: what it is made of: a Lark grammar calls them @name, and an error is that of the part that is wrong.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    text: str = ""
+    param: str = field(default="grammar", compare=False)
+    parts: tuple[tuple[str, Grammar], ...] = field(default=(), compare=False)
+
+
+class GrammarError(UsageError):
+    """No answer can look so; `param` is the field that wants it."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param}: {problem}")
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, with OpenAI's and vLLM's meanings; temperature 0 takes the likeliest.
+
+    Attributes:
+        logit_bias: token -> what is added to its logit before anything else, -100 to 100.
+        logprobs: how many likeliest tokens are told with their log-probabilities, beside the chosen one; None: none,
+            not the chosen one's either. Of the model's logits, before bias, penalties and temperature, as vLLM does.
+        seed: None: another at each call.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and one answer. `n` answers are n requests; the prefix cache makes the prompt's cost one.
+
+    Attributes:
+        prompt: tokens, at least one.
+        max_tokens: of the answer; 0: only the prompt is processed (for `prompt_logprobs`).
+        ends: tokens that end the answer; the last token of the answer is one of them then.
+        ignore_end: go on past them.
+        prompt_logprobs: as Sampling.logprobs, for each token of the prompt but the first.
+        key: who asks; keys have equal shares of the machine while they compete.
+        timeout_s: from submit() to the last token; None: the engine's own.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    ends: frozenset[int] = frozenset()
+    ignore_end: bool = False
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    key: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability (natural logarithm) of a token at its place, and the likeliest ones there, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What became known of an answer since the chunk before.
+
+    Attributes:
+        tokens: new ones; several where the reader was slower than the engine.
+        logprobs: one a token, () where they were not asked for.
+        prompt_logprobs: in the first chunk only, one for each token of the prompt but the first.
+        cached_tokens: of the prompt, that were in the prefix cache; from the first chunk on.
+        queued_s: seconds from generate() to the first step that has computed of its prompt; in every chunk.
+        drafts: tokens that were drafted for the answer, and how many of them were right; in the last chunk, at least.
+        finish: None while the answer goes on. "abort" comes only from shutting down.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    queued_s: float = 0.0
+    drafts: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A moment of the engine, for /metrics; counters only grow.
+
+    Attributes:
+        running, waiting: requests.
+        cache_used, cache_total: bytes of keys and values, of the requests that run and of all that there may be.
+        prefix_hits, prefix_queries: tokens of prompts that were in the prefix cache, and all.
+        prompt_tokens, generation_tokens: computed so far.
+        preemptions: requests put back because the cache was full.
+        steps: calls of the decoder.
+        drafted, accepted: tokens that were drafted, and those that were right.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_used: int = 0
+    cache_total: int = 0
+    prefix_hits: int = 0
+    prefix_queries: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Stats) -> Stats:
+        """The sum of each field."""
+        return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the frontend must know of a model.
+
+    Attributes:
+        context: most tokens of prompt and answer together; 0: no limit.
+        ends: tokens that end a text of this model.
+        hidden: length of an embedding.
+        plan: lines for people: topology, ranks, precision, cache; printed when the server starts.
+    """
+
+    context: int
+    vocabulary: int
+    ends: frozenset[int]
+    hidden: int
+    dtype: str
+    plan: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """Answers many requests at once. All methods are called from one asyncio loop and never block it.
+
+    An engine is made by `anyaccel.serve.engine.engine.open_engine(options, screen)`.
+    """
+
+    facts: ModelFacts
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """The answer as it comes. Closing the iterator (aclose(), or a cancelled task) ends the request at the next
+        step.
+
+        Raises:
+            UsageError: a value is out of range; it names the field as this page does.
+            TooLongError, EngineFullError, EngineStoppedError, DeadlineError: see there.
+            ModelError: the logits are NaN or infinite.
+        """
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
+    ) -> list[list[float]]:
+        """The hidden states after the last norm, pooled over the prompt's tokens and divided by their 2-norm."""
+
+    def stats(self) -> Stats: ...
+
+    def ready(self) -> bool:
+        """Whether a request that is sent now would be computed; False while the model loads or is started again."""
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, wait for the open ones, at most `seconds`; what is open then ends with "abort"."""
+
+    async def close(self) -> None:
+        """End all processes and threads of the engine; open requests get EngineStoppedError."""

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/metrics` in Prometheus' text format; names after the colon, and meanings, are vLLM's.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/ is the format.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from anyaccel.serve.interface import Stats
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_QUEUED = (0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_TOKENS = tuple(float(each * 10**power) for power in range(6) for each in (1, 2, 5))
+
+
+def _label(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+class Histogram:
+    """Counts how often a value was at most each of some bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def lines(self, name: str, labels: str) -> Iterator[str]:
+        total = 0
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"{name}_sum{{{labels}}} {self._sum!r}"
+        yield f"{name}_count{{{labels}}} {total}"
+
+
+class Metrics:
+    """The metrics that the HTTP side counts; the engine counts the others (`Stats`)."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(_FIRST)
+        self.queued = Histogram(_QUEUED)
+        self.between_tokens = Histogram(_BETWEEN)
+        self._whole = Histogram(_WHOLE)
+        self._prompt = Histogram(_TOKENS)
+        self._answer = Histogram(_TOKENS)
+        self._finished: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, str, int]] = Counter()
+
+    def finished(self, reason: str, seconds: float, prompt: int, answer: int) -> None:
+        """Count an answer that has ended with "stop", "length", "abort" (the client has gone) or "error"."""
+        self._finished[reason] += 1
+        if reason in ("stop", "length"):
+            self._whole.observe(seconds)
+            self._prompt.observe(prompt)
+            self._answer.observe(answer)
+
+    def answered(self, method: str, path: str, status: int) -> None:
+        """Count an HTTP response."""
+        self._answered[method, path, status] += 1
+
+    def text(self, model: str, stats: Stats) -> str:
+        """The whole page."""
+        return "\n".join([*self._lines(f'model_name="{_label(model)}"', stats), ""])
+
+    def _lines(self, labels: str, stats: Stats) -> Iterator[str]:
+        used = stats.cache_used / stats.cache_total if stats.cache_total else 0.0
+        for name, value, meaning in (
+            ("num_requests_running", stats.running, "Requests that are computed."),
+            ("num_requests_waiting", stats.waiting, "Requests that wait."),
+            ("kv_cache_usage_perc", used, "Part of the cache of keys and values that running requests hold; 1: all."),
+            ("kv_cache_bytes", stats.cache_total, "Size of the cache of keys and values."),
+        ):
+            yield from self._family(name, "gauge", meaning, [f"anyaccel:{name}{{{labels}}} {value!r}"])
+        for name, count, meaning in (
+            ("prefix_cache_queries_total", stats.prefix_queries, "Tokens of prompts."),
+            ("prefix_cache_hits_total", stats.prefix_hits, "Tokens of prompts that were in the cache."),
+            ("prompt_tokens_total", stats.prompt_tokens, "Tokens of prompts that were computed."),
+            ("generation_tokens_total", stats.generation_tokens, "Tokens of answers."),
+            ("num_preemptions_total", stats.preemptions, "Requests put back because the cache was full."),
+            ("engine_steps_total", stats.steps, "Calls of the decoder."),
+            ("spec_decode_num_draft_tokens_total", stats.drafted, "Tokens of answers that were guessed."),
+            ("spec_decode_num_accepted_tokens_total", stats.accepted, "Guessed tokens that were right."),
+        ):
+            yield from self._family(name, "counter", meaning, [f"anyaccel:{name}{{{labels}}} {count}"])
+        for name, histogram, meaning in (
+            ("request_queue_time_seconds", self.queued, "From a request to the first step that computes of it."),
+            ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
+            ("inter_token_latency_seconds", self.between_tokens, "Between two tokens of an answer."),
+            ("e2e_request_latency_seconds", self._whole, "From a request to the end of its answer."),
+            ("request_prompt_tokens", self._prompt, "Tokens of a prompt."),
+            ("request_generation_tokens", self._answer, "Tokens of an answer."),
+        ):
+            yield from self._family(name, "histogram", meaning, histogram.lines(f"anyaccel:{name}", labels))
+        name = "request_success_total"
+        lines = [
+            f'anyaccel:{name}{{{labels},finished_reason="{_label(reason)}"}} {count}'
+            for reason, count in sorted(self._finished.items())
+        ]
+        yield from self._family(name, "counter", "Answers by how they ended.", lines)
+        name = "http_requests_total"
+        lines = [
+            f'anyaccel:{name}{{method="{_label(method)}",path="{_label(path)}",status="{status}"}} {count}'
+            for (method, path, status), count in sorted(self._answered.items())
+        ]
+        yield from self._family(name, "counter", "Requests of HTTP by their status.", lines)
+
+    @staticmethod
+    def _family(name: str, kind: str, meaning: str, lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
+        yield f"# HELP anyaccel:{name} {meaning}"
+        yield f"# TYPE anyaccel:{name} {kind}"
+        yield from lines
