@@ -3,7 +3,7 @@
 
 Prints a block named after the processor, and with --write puts it into benchmarks/results/variants.md, in the place of
 an older one of that processor. Rates are tokens a second, medians; all contenders take turns, each in fresh processes.
-runs the model's own file where llama-bench is found (PATH, or LLAMACPP_BIN) and that is a GGUF file; peers with models
+llama.cpp runs the model's own file where llama-bench is found (PATH, or LLAMACPP_BIN) and that is a GGUF file; peers with models
 of their own are given as for benchmarks/llm.py.
 
   make bench-isa

@@ -8,6 +8,7 @@ package of its own is tests/e2e/test_extension.py's.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import importlib.util
@@ -41,7 +42,10 @@ from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.launch.plan import devices
 from anyaccel.ops import builder as op_builder
 from anyaccel.ops import in_tree
+from anyaccel.serve.api import http
+from anyaccel.serve.protocol import common, openapi
 from anyaccel.topology import read_machine
+from serve_fakes import Client, FakeEngine
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -115,6 +119,31 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.warnings(job.hosts, {}) == []
     finally:
         sys.modules.pop("anyaccel.launch.runners.prun", None)
+
+
+def test_an_address_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "add-an-endpoint.md"
+    exec(shown(page, "src/anyaccel/serve/protocol/common.py"), vars(common))
+    monkeypatch.setattr(http, "CountRequest", vars(common)["CountRequest"], raising=False)
+    names = vars(http).copy()
+    exec(textwrap.dedent(shown(page, "src/anyaccel/serve/api/http.py")), names)
+    monkeypatch.setattr(http.Api, "count", names["count"], raising=False)
+    row, usual = shown(page, "src/anyaccel/serve/api/http.py: routes"), http.Api.routes
+    monkeypatch.setattr(http.Api, "routes", lambda self: usual(self) | eval(f"{{{row}}}", {"self": self}))
+    described = eval(f"{{{shown(page, 'src/anyaccel/serve/protocol/openapi.py')}}}", vars(openapi))
+    monkeypatch.setattr(openapi, "_POSTS", openapi._POSTS | described)
+    openapi.document.cache_clear()
+    try:
+        client = Client(FakeEngine())
+        answer = asyncio.run(client.send("POST", "/count", {"text": "two words"}))
+        assert (answer.status, answer.json) == (200, {"words": 2})
+        answer = asyncio.run(client.send("POST", "/count", {"text": 2}))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "text")
+        assert "/count" in openapi.document()["paths"]
+    finally:
+        openapi.document.cache_clear()
+        for name in ("CountRequest", "Counted"):
+            delattr(common, name)
 
 
 def test_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

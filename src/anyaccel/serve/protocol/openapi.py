@@ -81,7 +81,7 @@ def _failures(statuses: Sequence[str]) -> dict[str, Any]:
 
 
 def _success(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": "It is so", "content": {_JSON: {"schema": schema}}}
+    return {"description": "The answer", "content": {_JSON: {"schema": schema}}}
 
 
 def _reference_to(shape: Shape) -> dict[str, Any]:
