@@ -12,15 +12,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The last one places models on devices (device_map="auto"): it knows all accelerators, and names CUDA's by index.
-_KNOWING = ("torch.", "anyaccel.", "accelerate.utils.modeling")
+# accelerate places models on devices (device_map="auto"): it knows all accelerators, and names CUDA's by index. faiss
+# gives a tensor's memory to its own code for the CPU or for CUDA.
+_KNOWING = ("torch.", "anyaccel.", "accelerate.utils.modeling", "faiss.")
 # The compiler where it speaks for the user: its stand-ins for what a function asks, and the guards that ask it again,
 # which are run from `eval_frame`.
 _FOR_USERS = ("torch._dynamo.variables", "torch._dynamo.guards", "torch._dynamo.eval_frame")
 
 
 def asked_by_torch(depth: int = 2) -> bool:
-    """Whether the caller, so many frames up, is torch or this package."""
+    """Whether the caller, so many frames up, is torch, this package, or another that is told the truth."""
     name: str = sys._getframe(depth).f_globals.get("__name__") or ""
     if not name.startswith(_KNOWING) and name != "torch":
         return False

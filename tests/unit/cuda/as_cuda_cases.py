@@ -272,6 +272,14 @@ def torch_keeps_the_truth() -> None:
 
 
 @case
+def libraries_with_code_of_their_own_for_cuda_get_the_truth() -> None:
+    """faiss refuses tensors of CUDA for an index on the CPU, and would give their memory to CUDA's code for others."""
+    x = torch.ones(2).cuda()
+    assert x.is_cuda
+    assert not eval("x.is_cuda", {"__name__": "faiss.contrib.torch_utils", "x": x})
+
+
+@case
 def compiled_functions() -> None:
     device = torch.device("cuda")
     table: dict[str, Callable[[Any], Any]] = {
