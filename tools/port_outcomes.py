@@ -76,7 +76,7 @@ class Program:
     numbers: str = "losses"
     devices: int = 1
     as_cuda: str = ""
-    deadline: float = 120.0
+    deadline: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +251,7 @@ def run(program: Program, way: str, git: Path, python: str, place: Path) -> Resu
     (copy / ".home").mkdir()
     if program.data:
         maker = [python, "-c", f"import samples\n{program.data}"]
-        code, output = within(120, maker, copy / program.folder, settings)
+        code, output = within(300, maker, copy / program.folder, settings)
         if code != 0:
             raise SystemExit(f"{program.name}: its data cannot be made: {first_error(output)}")
         (copy / ".numbers").unlink(missing_ok=True)
@@ -337,6 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json.exists():
         stored = json.loads(options.json.read_text())["programs"]
         table = {name: {way: Result(**cell) for way, cell in row.items()} for name, row in stored.items()}
+    torch = subprocess.run(
+        [options.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    about = f"{date.today().isoformat()} with torch {torch}, Python {platform.python_version()}, {processor()}."
     ran: dict[str, dict[str, Result]] = {}
     for program in chosen:
         git = repository(program, options.checkouts)
@@ -350,15 +354,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in dict.fromkeys(["by-hand", *ways]):
             result = results[way]
             print(f"{program.name:24} {way:8} {result.outcome:8} {result.seconds:6.1f} s  {result.note}", flush=True)
+        if options.json:  # after each program: all of them take long
+            cells = {name: {w: dataclasses.asdict(r) for w, r in row.items()} for name, row in table.items()}
+            options.json.write_text(json.dumps({"about": about, "programs": cells}, indent=1) + "\n")
     for row in summary(chosen, ran, ways):
         print("  ".join([row[0], *(f"{way} {cell}" for way, cell in zip(ways, row[1:], strict=True))]))
-    torch = subprocess.run(
-        [options.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    about = f"{date.today().isoformat()} with torch {torch}, Python {platform.python_version()}, {processor()}."
-    if options.json:
-        cells = {name: {w: dataclasses.asdict(r) for w, r in row.items()} for name, row in table.items()}
-        options.json.write_text(json.dumps({"about": about, "programs": cells}, indent=1) + "\n")
     if options.markdown:
         there = [way for way in WAYS if any(way in row for row in table.values())]
         options.markdown.write_text(markdown(programs, table, there, about))
