@@ -19,32 +19,34 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
                        " ranks, the model among " + std::to_string(spec_.size * spec_.stages));
   }
   const auto held = lock();
-  if (draft != nullptr && weighed_.lock() != draft) {
+  if (draft != nullptr && draft_of_policy_.lock() != draft) {
     const Weights::Load own = weights_.load(spec_), its = draft->weights_.load(draft->spec_);
-    model_pace_ = {};
-    model_pace_.set_cost(its.bytes / own.bytes, its.products / own.products);
-    weighed_ = draft;
+    model_drafts_ = {};
+    model_drafts_.set_cost(its.bytes / own.bytes, its.products / own.products);
+    draft_of_policy_ = draft;
     draft_cost_ = its.bytes / own.bytes;
-    quiet_ = 0;
+    draft_pause_ = 0;
   }
   draft_ = std::move(draft);
   translation_ = std::move(translation);
 }
 
-DraftPace& Model::pace_of(const Request& request) { return request.options_.draft_model ? model_pace_ : text_pace_; }
+DraftPolicy& Model::policy_of(const Request& request) {
+  return request.options_.draft_model ? model_drafts_ : text_drafts_;
+}
 
 int64_t Model::answers_only(const std::vector<Request*>& requests) {
   int64_t count = 0;
   for (const Request* request : requests) {
     if (request->finished_ != Request::Finish::no) continue;
     const bool next = request->answering() && request->cached_ >= request->prompt_ && request->pending() == 1;
-    if (!next && request->ahead_.empty()) return 0;
+    if (!next && request->chosen_.empty()) return 0;
     ++count;
   }
   return count;
 }
 
-void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) {
+void Model::draft(const std::vector<Request*>& requests, DraftPolicy::Step& step) {
   const auto count = static_cast<int64_t>(requests.size());
   if (count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
   std::vector<Request*> by_text, by_model;
@@ -62,49 +64,38 @@ void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) 
   if (!by_model.empty()) draft_by_model(by_model, always, step);
 }
 
-DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, int64_t most) {
-  DraftPace& pace = pace_of(*requests.front());
+DraftPolicy::Plan Model::plan_drafts(const std::vector<Request*>& requests, int64_t most) {
+  DraftPolicy& policy = policy_of(*requests.front());
   const bool by_model = requests.front()->options_.draft_model;
-  const bool others = spec_.size > 1 || spec_.stages > 1;
-  if (by_model && others && quiet_ > 0) {
-    --quiet_;
+  const bool ranks = spec_.size > 1 || spec_.stages > 1;
+  if (by_model && ranks && draft_pause_ > 0) {
+    --draft_pause_;
     return {};
   }
-  DraftPace::Ask ask{.requests = static_cast<int64_t>(requests.size()), .most = most, .chance = 1};
-  ask.again.fill(1);
-  ask.proven = true;
-  ask.answered = ask.known = INT64_MAX;
+  DraftPolicy::Batch batch{.requests = static_cast<int64_t>(requests.size()), .most = most, .answered = INT64_MAX};
   for (const Request* request : requests) {
     const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
-    const bool part = request->draft_from_ > 0;
-    const size_t level = request->draft_level();
-    const double chance = request->chance_.value(pace.prior(level));
-    ask.chance *= chance;
-    for (size_t other = 0; other < ask.again.size(); ++other) {
-      const double prior = request->chance_.value(pace.prior(other));
-      ask.again[other] *= other > level ? pace.with_more(chance, other) : std::min(chance, prior);
-    }
-    ask.proven = ask.proven && request->chance_.proven();
-    ask.lost = request == requests.front() ? request->draft_lost_ : std::max(ask.lost, request->draft_lost_);
-    ask.answered = std::min(ask.answered, answered);
+    const size_t context = request->draft_context();
+    batch.acceptance *= policy.acceptance(request->acceptance_, context);
+    for (size_t other = 0; other < batch.again.size(); ++other)
+      batch.again[other] *= policy.acceptance(request->acceptance_, context, other);
+    batch.answered = std::min(batch.answered, answered);
     if (const int64_t limit = request->options_.max_new_tokens; limit > 0)
-      ask.left = std::min(ask.left, limit - answered);
+      batch.left = std::min(batch.left, limit - answered);
     if (!by_model) continue;
-    ask.part = ask.part || part;
-    ask.known = std::min(ask.known, length - request->draft_from_);
-    const int64_t unread = request->follows(draft_) ? length - request->read_ : length;
-    ask.tokens += part ? length : unread;
-    if (ask.unread >= 0) ask.unread = request->follows(draft_) ? ask.unread + unread : -1;
+    batch.length += length;
+    const bool follows = request->follows(draft_) && batch.unread >= 0;
+    batch.unread = follows ? batch.unread + length - request->draft_read_to_ : -1;
   }
-  const DraftPace::Choice choice = pace.choose(ask);
-  if (!others) return choice;
-  // The others have measured other times. They ask again when rank 0 may say something else.
+  const DraftPolicy::Plan plan = policy.plan(batch);
+  if (!ranks) return plan;
+  // The other ranks have measured other times: rank 0 decides. Within its pause nothing is exchanged.
   constexpr uint64_t kByte = 256;
-  const uint64_t said =
-      forward_.shared(static_cast<uint64_t>(choice.width) +
-                      kByte * (static_cast<uint64_t>(choice.reads) + kByte * static_cast<uint64_t>(choice.quiet)));
-  if (by_model) quiet_ = static_cast<int64_t>(said / kByte / kByte);
-  return {static_cast<int64_t>(said % kByte), static_cast<DraftPace::Reads>(said / kByte % kByte)};
+  const uint64_t shared =
+      forward_.shared(static_cast<uint64_t>(plan.width) +
+                      kByte * (static_cast<uint64_t>(plan.context) + kByte * static_cast<uint64_t>(plan.pause)));
+  if (by_model) draft_pause_ = static_cast<int64_t>(shared / kByte / kByte);
+  return {static_cast<int64_t>(shared % kByte), static_cast<size_t>(shared / kByte % kByte)};
 }
 
 void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
@@ -112,27 +103,28 @@ void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
   std::vector<std::vector<int64_t>> drafts;
   int64_t shortest = most, longest = 0;
   for (Request* request : requests) {
-    request->check_foreseen();
+    request->check_guess();
     drafts.push_back(request->ngrams_.propose(request->tokens_, request->draft_room(most)));
     const auto length = static_cast<int64_t>(drafts.back().size());
     shortest = std::min(shortest, length);
     longest = std::max(longest, length);
   }
   const bool useful = longest > 0 && (shortest > 0 || always);
-  const int64_t width = !useful ? 0 : always ? longest : choose_drafts(requests, longest).width;
+  const int64_t width = !useful ? 0 : always ? longest : plan_drafts(requests, longest).width;
   for (size_t i = 0; i < requests.size(); ++i)
-    if (width == 0 && !drafts[i].empty()) requests[i]->foresee(drafts[i].front());
+    if (width == 0 && !drafts[i].empty()) requests[i]->guess(drafts[i].front());
   for (size_t i = 0; i < requests.size(); ++i)
     for (const int64_t token : drafts[i])
       if (requests[i]->drafted_ < width) requests[i]->add_draft(token);
 }
 
 // The draft model's request that goes on where this one is, null where it cannot.
-Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads reads) {
+Request* Model::drafter_of(Request& request, int64_t most, size_t context) {
   const auto all = static_cast<int64_t>(request.tokens_.size());
-  if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
-    if (request.draft_from_ > 0 && reads != DraftPace::Reads::on) request.chance_ = {};  // its drafts are others then
-    request.draft_from_ = DraftPace::is_end(reads) ? std::max<int64_t>(all - DraftPace::end_tokens(reads), 0) : 0;
+  if (context != DraftPolicy::kGoOn || !request.follows(draft_)) {
+    if (request.draft_from_ > 0) request.acceptance_ = {};  // its drafts are others then
+    request.draft_from_ =
+        context < DraftPolicy::kWhole ? std::max<int64_t>(all - DraftPolicy::kContexts[context], 0) : 0;
   }
   std::vector<int64_t> tokens(request.tokens_.begin() + request.draft_from_, request.tokens_.end());
   if (translation_.to_draft) tokens = translation_.to_draft(tokens);
@@ -151,7 +143,7 @@ Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads read
     request.drafter_ = std::make_shared<Request>(draft_, tokens, std::move(options), nullptr, false);
   }
   request.drafter_->follow(tokens, request);
-  request.read_ = static_cast<int64_t>(request.tokens_.size());
+  request.draft_read_to_ = static_cast<int64_t>(request.tokens_.size());
   return request.drafter_.get();
 }
 
@@ -162,7 +154,7 @@ std::optional<double> Model::draft_cost() {
 
 bool Model::draft_can_pay() {
   const auto held = lock();
-  return draft_ != nullptr && model_pace_.can_pay();
+  return draft_ != nullptr && model_drafts_.can_pay();
 }
 
 std::pair<int64_t, int64_t> Model::draft_work() {
@@ -170,34 +162,34 @@ std::pair<int64_t, int64_t> Model::draft_work() {
   return {draft_read_, draft_passes_};
 }
 
-void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step) {
+void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPolicy::Step& step) {
   if (draft_ == nullptr) return;
   const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
   int64_t width = most;
   for (const Request* request : requests) width = std::min(width, request->draft_room(most));
-  DraftPace::Choice choice{most};
+  DraftPolicy::Plan plan{most};
   if (!always)
-    choice = choose_drafts(requests, width);
+    plan = plan_drafts(requests, width);
   else if (requests.front()->options_.draft_end)
-    choice.reads = DraftPace::Reads::end;
-  width = choice.width;
+    plan.context = 0;
+  width = plan.width;
   struct One {
     Request* request;
     Request* drafter;
     int64_t room;
-    std::vector<int64_t> before, said;
+    std::vector<int64_t> before, drafts;
   };
   std::vector<One> going;
   const Stopwatch all;
   if (width > 0)
     for (Request* request : requests) {
       const int64_t room = std::min(width, request->draft_room(most));
-      Request* drafter = drafter_of(*request, room, choice.reads);
+      Request* drafter = drafter_of(*request, room, plan.context);
       if (drafter != nullptr) going.push_back({request, drafter, room, drafter->tokens_, {}});
     }
   // Without a draft of each answer none of them saves anything.
   if (going.empty() || (!always && going.size() < requests.size())) {
-    step.reading += all.seconds();
+    step.prefill += all.seconds();
     return;
   }
   const auto leave = [&] {  // these answers go on without it
@@ -211,29 +203,29 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     for (size_t i = 0; i < left.size(); ++i) left[i] = i;
     while (!left.empty()) {
       std::vector<Request*> drafters;
-      bool reads = false;
+      bool prefill = false;
       int64_t read = 0;
       for (const size_t i : left) {
         drafters.push_back(going[i].drafter);
-        reads = reads || going[i].drafter->pending() > 2;
+        prefill = prefill || going[i].drafter->pending() > 2;
         read += going[i].drafter->pending();
       }
       const Stopwatch watch;
       const std::vector<int64_t> tokens = draft_->step(drafters);
       draft_read_ += read;
       ++draft_passes_;
-      (reads ? step.reading : step.drafting) += watch.seconds();
-      if (reads)
-        model_pace_.read(read, watch.seconds());
+      (prefill ? step.prefill : step.drafting) += watch.seconds();
+      if (prefill)
+        model_drafts_.draft_prefilled(read, watch.seconds());
       else
         ++step.passes;
       std::vector<size_t> further;
       for (size_t at = 0; at < left.size(); ++at) {
         One& one = going[left[at]];
         if (tokens[at] < 0 || (!translation_.to_draft && tokens[at] >= spec_.vocab)) continue;
-        one.said.push_back(tokens[at]);
+        one.drafts.push_back(tokens[at]);
         const bool ended = one.drafter->finished_ != Request::Finish::no;
-        if (!ended && static_cast<int64_t>(one.said.size()) < one.room) further.push_back(left[at]);
+        if (!ended && static_cast<int64_t>(one.drafts.size()) < one.room) further.push_back(left[at]);
       }
       left = std::move(further);
     }
@@ -243,17 +235,16 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     return leave();
   }
   for (One& one : going) {
-    if (translation_.from_draft) one.said = translation_.from_draft(one.request->tokens_, one.before, one.said);
-    for (const int64_t token : one.said) {
+    if (translation_.from_draft) one.drafts = translation_.from_draft(one.request->tokens_, one.before, one.drafts);
+    for (const int64_t token : one.drafts) {
       if (one.request->drafted_ >= one.room || token < 0 || token >= spec_.vocab) break;
       one.request->add_draft(token);
     }
   }
   // The text of tokens takes its time too: that of many when it is read, else that of a few behind each pass.
-  const double beside = all.seconds() - step.reading - step.drafting;
-  (step.reading > 0 ? step.reading : step.drafting) += beside;
-  if (step.passes > 0)
-    model_pace_.drafted(static_cast<int64_t>(going.size()), step.drafting / static_cast<double>(step.passes));
+  const double beside = all.seconds() - step.prefill - step.drafting;
+  (step.prefill > 0 ? step.prefill : step.drafting) += beside;
+  if (step.passes > 0) model_drafts_.drafted(static_cast<int64_t>(going.size()), step.passes, step.drafting);
 }
 
 }  // namespace anyaccel::llm

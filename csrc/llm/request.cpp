@@ -95,7 +95,7 @@ void Request::finish() {
   if (sequence_ >= 0) model_->cache_.destroy(sequence_);
   sequence_ = -1;
   cached_ = 0;
-  ahead_.clear();
+  chosen_.clear();
   drafter_.reset();
   if (finished_ == Finish::no) finished_ = Finish::stopped;
 }
@@ -109,7 +109,7 @@ void Request::extend(const std::vector<int64_t>& tokens, int64_t max_new_tokens)
   if (!answering() || options_.prompt_logprobs >= 0) throw UsageError("extend: the request is of a prompt only");
   if (tokens_.size() == static_cast<size_t>(cached_) && tokens.empty())
     throw UsageError("extend: no tokens to go on with");
-  drop_ahead();
+  drop_chosen();
   tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
   prompt_ = static_cast<int64_t>(tokens_.size());
   if (max_new_tokens > 0) options_.max_new_tokens = max_new_tokens;
@@ -132,8 +132,8 @@ void Request::share_prefix() {
   if (drafter_ == nullptr && (prefix->finished_ != Finish::no || prefix.use_count() == 1)) {
     drafter_ = std::move(prefix->drafter_);
     draft_from_ = prefix->draft_from_;
-    read_ = std::min(prefix->read_, static_cast<int64_t>(tokens_.size()) - 1);
-    if (draft_from_ >= read_) drafter_.reset();
+    draft_read_to_ = std::min(prefix->draft_read_to_, static_cast<int64_t>(tokens_.size()) - 1);
+    if (draft_from_ >= draft_read_to_) drafter_.reset();
   }
   // The last token of the prompt is computed anyway: its logits are wanted.
   const int64_t most = std::min(
@@ -169,7 +169,7 @@ void Request::shrink(int64_t tokens) {
   const auto held = model_->lock();
   if (sequence_ < 0) throw UsageError("shrink: the request was finished with finish()");
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
-  ahead_.clear();
+  chosen_.clear();
   drafter_.reset();
   model_->cache_.truncate(sequence_, tokens);
   cached_ = tokens;
@@ -186,7 +186,7 @@ void Request::set_mask(std::vector<uint32_t> mask) {
     throw UsageError("set_mask: " + std::to_string(mask.size()) + " words, and the vocabulary has " +
                      std::to_string(words));
   const auto held = model_->lock();
-  drop_ahead();
+  drop_chosen();
   mask_ = std::move(mask);
 }
 
@@ -219,7 +219,7 @@ void Request::add_draft(int64_t token) {
 
 void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
   const auto held = model_->lock();
-  drop_ahead();
+  drop_chosen();
   const auto common = std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first;
   cached_ =
       std::min({cached_, static_cast<int64_t>(common - tokens_.begin()), static_cast<int64_t>(tokens.size()) - 1});
@@ -230,18 +230,18 @@ void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
   finished_ = Finish::no;
 }
 
-void Request::foresee(int64_t token) {
-  foreseen_ = token;
-  foreseen_at_ = static_cast<int64_t>(tokens_.size());
+void Request::guess(int64_t token) {
+  guess_ = token;
+  guess_at_ = static_cast<int64_t>(tokens_.size());
 }
 
-void Request::check_foreseen() {
-  const int64_t at = std::exchange(foreseen_at_, -1);
+void Request::check_guess() {
+  const int64_t at = std::exchange(guess_at_, -1);
   if (at < prompt_ || at + 1 != static_cast<int64_t>(tokens_.size())) return;
-  const int64_t right = tokens_.back() == foreseen_ ? 1 : 0;
+  const int64_t right = tokens_.back() == guess_ ? 1 : 0;
   ngrams_.report(1, right);
-  chance_.report(1, right);
-  model_->pace_of(*this).report(1, right, DraftPace::kWhole);
+  acceptance_.report(1, right);
+  model_->policy_of(*this).report(1, right, DraftPolicy::kWhole);
 }
 
 void Request::drop_drafts() {
@@ -253,20 +253,20 @@ void Request::take(std::vector<ChosenToken> chosen) {
   if (drafted_ > 0) {
     const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
     if (!options_.draft_model) ngrams_.report(drafted_, accepted);
-    chance_.report(drafted_, accepted);
-    model_->pace_of(*this).report(drafted_, accepted, draft_level());
+    acceptance_.report(drafted_, accepted);
+    model_->policy_of(*this).report(drafted_, accepted, draft_context());
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();
     model_->cache_.truncate(sequence_, cached_ + accepted);
   }
-  for (ChosenToken& one : chosen) ahead_.push_back(std::move(one));
+  for (ChosenToken& one : chosen) chosen_.push_back(std::move(one));
   --cached_;  // next() counts a token of the cache for each token that it gives
 }
 
 int64_t Request::next() {
-  ChosenToken one = std::move(ahead_.front());
-  ahead_.pop_front();
+  ChosenToken one = std::move(chosen_.front());
+  chosen_.pop_front();
   ++cached_;
   random_ = one.random;
   tokens_.push_back(one.token);
@@ -282,9 +282,9 @@ int64_t Request::next() {
   return one.token;
 }
 
-void Request::drop_ahead() {
-  if (ahead_.empty()) return;
-  ahead_.clear();
+void Request::drop_chosen() {
+  if (chosen_.empty()) return;
+  chosen_.clear();
   model_->cache_.truncate(sequence_, cached_);
 }
 

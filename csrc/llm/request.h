@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "llm/draft.h"
-#include "llm/draft_pace.h"
+#include "llm/draft_policy.h"
 #include "llm/sampling.h"
 
 namespace anyaccel::llm {
@@ -108,8 +108,8 @@ class Request {
   void add_draft(int64_t token);
   void drop_drafts();
   // What lookup would draft next where nothing is drafted: whether it was right costs nothing to know in the next step.
-  void foresee(int64_t token);
-  void check_foreseen();
+  void guess(int64_t token);
+  void check_guess();
   // Whether it has a request of that draft model.
   bool follows(const std::shared_ptr<Model>& draft) const { return drafter_ != nullptr && drafter_->model_ == draft; }
   // Of a draft model's request: goes on behind other tokens, with what is right of its cache, and draws as `other`
@@ -120,7 +120,7 @@ class Request {
   // The next token of those that have been taken, which is the answer's from then on.
   int64_t next();
   // Forgets what was chosen and is not the answer's yet.
-  void drop_ahead();
+  void drop_chosen();
 
   const std::shared_ptr<Model> model_;
   RequestOptions options_;
@@ -137,20 +137,18 @@ class Request {
   int64_t passing_ = 0;  // tokens that the step under way computes
   int64_t drafted_ = 0;  // tokens at the end of tokens_ that are drafts, while a step runs
   NgramDrafts ngrams_;
-  std::shared_ptr<Request> drafter_;  // of the draft model, once it has drafted
-  int64_t draft_from_ = 0,
-          read_ = 0;  // the first one of tokens_ that it knows, and the first that it did not know then
-  // How much the draft model knows when it drafts.
-  size_t draft_level() const {
-    return DraftPace::level_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ > 0);
+  std::shared_ptr<Request> drafter_;            // of the draft model, once it has drafted
+  int64_t draft_from_ = 0, draft_read_to_ = 0;  // those of tokens_ that it has read
+  // The index in DraftPolicy::kContexts of what the draft model has read when it drafts.
+  size_t draft_context() const {
+    return DraftPolicy::context_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ == 0);
   }
-  int64_t foreseen_ = 0, foreseen_at_ = -1;
-  DraftChance chance_;
-  double draft_lost_ = 0;  // seconds that its steps took more for its drafts, but for reading
+  int64_t guess_ = 0, guess_at_ = -1;
+  AcceptanceRate acceptance_;
   int64_t drafted_in_all_ = 0, accepted_in_all_ = 0;
   // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and
   // values, but for the last one's, are in the cache behind those of tokens_.
-  std::deque<ChosenToken> ahead_;
+  std::deque<ChosenToken> chosen_;
   std::vector<uint32_t> mask_;
   std::vector<TokenScore> scores_, prompt_scores_;
   std::vector<double> pooled_;  // sum of hidden states

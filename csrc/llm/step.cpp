@@ -184,7 +184,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     request->passing_ = limits.empty() || limits[i] <= 0 ? INT64_MAX : limits[i];
   }
   for (Request* request : requests) {
-    if (request->finished_ != Request::Finish::no || !request->ahead_.empty()) continue;
+    if (request->finished_ != Request::Finish::no || !request->chosen_.empty()) continue;
     const Request* prefix = request->prefix_.get();
     const bool waits = prefix != nullptr && prefix->cached_ == 0 && seen.contains(prefix) &&
                        prefix->finished_ == Request::Finish::no && prefix->prefix_ == nullptr;
@@ -192,19 +192,19 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
-  DraftPace::Step account{answers_only(requests)};
+  DraftPolicy::Step drafting{answers_only(requests)};
   try {
-    if (second.empty()) draft(first, account);
-    for (const Request* request : first) account.tokens += 1 + request->drafted_;
+    if (second.empty()) draft(first, drafting);
+    for (const Request* request : first) drafting.tokens += 1 + request->drafted_;
     const Stopwatch pass;
     step_some(first, exact, result);
-    if (account.requests > 0 && !first.empty()) {
-      text_pace_.passed(account.requests, account.tokens, pass.seconds());
-      model_pace_.passed(account.requests, account.tokens, pass.seconds());
+    if (drafting.requests > 0 && !first.empty()) {
+      text_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
+      model_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
     } else if (second.empty()) {
       int64_t passing = 0;
       for (const Request* request : first) passing += request->passing_;
-      model_pace_.prompted(passing, pass.seconds());
+      model_drafts_.prefilled(passing, pass.seconds());
     }
     // The second wave can share what the first one has put into the cache.
     for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
@@ -221,17 +221,14 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   for (Request* request : second) request->cached_ += request->passing_;
   for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
-  if (account.requests > 0) {
-    const double lost = pace_of(*requests.front()).stepped(account);
-    for (Request* request : requests) request->draft_lost_ += lost;
-  }
+  if (drafting.requests > 0) policy_of(*requests.front()).stepped(drafting);
 
   std::vector<int64_t> tokens(requests.size(), -1);
   for (size_t i = 0; i < requests.size(); ++i) {
     Request& request = *requests[i];
     if (request.finished_ != Request::Finish::no) continue;
     tokens[i] = -2;
-    if (!request.ahead_.empty()) tokens[i] = request.next();
+    if (!request.chosen_.empty()) tokens[i] = request.next();
     if (!request.answering() && request.pending() == 0) request.finished_ = Request::Finish::length;
   }
   return tokens;
