@@ -241,7 +241,7 @@ def found_in(build: Path, variants: Sequence[str] = VARIANTS) -> Iterator[Found]
     """The kernels' loops in the objects of a build, variant by variant."""
     for variant in variants:
         for file in dict.fromkeys(kernel.file for kernel in (*GEMV, *GEMM)):
-            path = build / f"CMakeFiles/anyaccel_llm_kernels_{variant}.dir/csrc/llm/{file}.cpp.o"
+            path = build / f"CMakeFiles/anyaccel_llm_kernels_{variant}.dir/csrc/llm/kernels/{file}.cpp.o"
             if not path.exists():
                 continue  # this variant has none of its own
             command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(path)]

@@ -3,7 +3,7 @@
 // FMA. One line a case, best of many rounds; the machine may have other work.
 //
 //   attention [threads] [model ...]     models: SmolLM2 1.2B 8B; one thread counts its own time only
-#include "llm/attention.h"
+#include "llm/attention/attention.h"
 
 #include <algorithm>
 #include <cmath>

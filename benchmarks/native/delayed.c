@@ -4,7 +4,7 @@
 // on what is older than the delay: so messages on the way at the same time are each delayed once, whenever the receiver
 // looks. No thread or process is added, which would take a core from the ranks.
 //
-// Only calls that do not block are delayed, those of csrc/comm/between_hosts.cpp; acknowledgements are not. The folder
+// Only calls that do not block are delayed, those of csrc/comm/host_links.cpp; acknowledgements are not. The folder
 // of the files is in DELAYED_STAMPS, a new one for each job.
 #define _GNU_SOURCE
 #include <arpa/inet.h>

@@ -4,7 +4,7 @@
 //   [--cpu]
 // --cpu: counts each thread's own CPU time instead of the clock's, on a machine that others use too.
 // Compile it with the library (libanyaccel_llm.a and libanyaccel_core.a), or with the objects of csrc/llm.
-#include "llm/gemm.h"
+#include "llm/kernels/gemm.h"
 
 #include <time.h>
 
@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "common/team.h"
-#include "llm/gemm_select.h"
+#include "llm/kernels/gemm_select.h"
 #include "simd/isa.h"
 #ifdef ANYACCEL_X86
 #include <immintrin.h>

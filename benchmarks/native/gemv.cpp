@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast products with few tokens (gemv) read their weights, beside the fastest of the loops of llm/bandwidth.h that
-// only read as much memory.
+// How fast products with few tokens (gemv) read their weights, beside the fastest of the loops of
+// llm/kernels/bandwidth.h that only read as much memory.
 //
 //   gemv [--cached | --model] [format ...]     formats: f32 f16 bf16 i8 i8g16 i8g32 i4g32 i4g64 i4g128 i4g32m
 //                                                   i6g16 i5g32m i3g16 i2g16m nl4g32 fp4g32
@@ -21,8 +21,9 @@
 #include <vector>
 
 #include "common/team.h"
-#include "llm/bandwidth.h"
-#include "llm/matrix.h"
+#include "llm/kernels/bandwidth.h"
+#include "llm/kernels/multiply.h"
+#include "llm/pack/matrix.h"
 #include "simd/isa.h"
 
 namespace {

@@ -3,9 +3,10 @@
 #include <cstring>
 
 #include "instructions.h"
-#include "llm/attention.h"
-#include "llm/matrix.h"
-#include "llm/ops.h"
+#include "llm/attention/attention.h"
+#include "llm/kernels/multiply.h"
+#include "llm/kernels/ops.h"
+#include "llm/pack/matrix.h"
 
 using namespace anyaccel::llm;
 using namespace layer;

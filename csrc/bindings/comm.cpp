@@ -83,25 +83,26 @@ void bind_comm(nb::module_& m) {
       .def("leave", &ShmGroup::leave)
       .def(
           "all_reduce",
-          [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int op, int told) {
-            self.all_reduce(pointer(address), count, dtype_of(dtype), op_of(op), false, dtype_of(told));
+          [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int op, int caller_dtype) {
+            self.all_reduce(pointer(address), count, dtype_of(dtype), op_of(op), false, dtype_of(caller_dtype));
           },
-          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("told") = 0, no_gil)
+          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("caller_dtype") = 0, no_gil)
       .def(
           "reduce",
-          [](ShmGroup& self, uintptr_t in, uintptr_t out, size_t count, int dtype, int op, int root, int told) {
-            self.reduce(pointer(in), pointer(out), count, dtype_of(dtype), op_of(op), root, dtype_of(told));
+          [](ShmGroup& self, uintptr_t in, uintptr_t out, size_t count, int dtype, int op, int root, int caller_dtype) {
+            self.reduce(pointer(in), pointer(out), count, dtype_of(dtype), op_of(op), root, dtype_of(caller_dtype));
           },
           nb::arg("input"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"),
-          nb::arg("told") = 0, no_gil)
+          nb::arg("caller_dtype") = 0, no_gil)
       .def(
           "reduce_scatter",
-          [](ShmGroup& self, const Addresses& ins, uintptr_t out, size_t count, int dtype, int op, int told) {
+          [](ShmGroup& self, const Addresses& ins, uintptr_t out, size_t count, int dtype, int op, int caller_dtype) {
             const auto inputs = pointers(self, ins);
-            self.reduce_scatter(constant(inputs), pointer(out), count, dtype_of(dtype), op_of(op), dtype_of(told));
+            self.reduce_scatter(constant(inputs), pointer(out), count, dtype_of(dtype), op_of(op),
+                                dtype_of(caller_dtype));
           },
-          nb::arg("inputs"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("told") = 0,
-          no_gil)
+          nb::arg("inputs"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"),
+          nb::arg("caller_dtype") = 0, no_gil)
       .def(
           "broadcast",
           [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int root) {
@@ -162,13 +163,13 @@ void bind_comm(nb::module_& m) {
   nb::class_<RankWatch>(m, "RankWatch", nb::is_weak_referenceable())
       .def(nb::init<int, int, const std::vector<std::string>&, double>(), nb::arg("rank"), nb::arg("size"),
            nb::arg("addresses"), nb::arg("beat_s"))
-      .def_prop_ro("card", &RankWatch::card)
+      .def_prop_ro("endpoint", &RankWatch::endpoint)
       .def(
           "connect",
-          [](RankWatch& self, const std::vector<std::string>& cards, double timeout_s) {
-            self.connect(cards, timeout_s, check_signals);
+          [](RankWatch& self, const std::vector<std::string>& endpoints, double timeout_s) {
+            self.connect(endpoints, timeout_s, check_signals);
           },
-          nb::arg("cards"), nb::arg("timeout_s"), no_gil)
+          nb::arg("endpoints"), nb::arg("timeout_s"), no_gil)
       .def("name", &RankWatch::name, nb::arg("rank"))
       .def("look", &RankWatch::look)
       .def("arrive", &RankWatch::arrive, nb::arg("place"))

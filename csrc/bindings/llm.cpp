@@ -18,15 +18,15 @@
 
 #include "bindings/llm_spec.h"
 #include "bindings/translate.h"
-#include "comm/between_hosts.h"
-#include "comm/carrier.h"
-#include "llm/bandwidth.h"
+#include "comm/host_links.h"
+#include "comm/transport.h"
+#include "llm/decoder/linear.h"
 #include "llm/errors.h"
-#include "llm/feed.h"
-#include "llm/linear.h"
-#include "llm/model.h"
-#include "llm/quantise.h"
-#include "llm/request.h"
+#include "llm/kernels/bandwidth.h"
+#include "llm/model/feed.h"
+#include "llm/model/model.h"
+#include "llm/model/request.h"
+#include "llm/pack/quantise.h"
 #include "simd/isa.h"
 
 namespace nb = nanobind;
@@ -219,7 +219,7 @@ void bind_model(nb::module_& m) {
       .def("finish", &Model::finish, no_gil)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
            nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
-           nb::arg("wire") = "f32", nb::arg("between") = "", no_gil)
+           nb::arg("wire_dtype") = "f32", nb::arg("transport") = "", no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("shared", &Model::shared, nb::arg("value"), no_gil)
@@ -368,7 +368,7 @@ std::tuple<double, double> quantise(uintptr_t address, const std::string& type, 
 NB_MODULE(_llm, m) {
   nb::set_leak_warnings(false);  // a model may live until the interpreter ends
   nb::register_exception_translator(translate);
-  // Each weight is (name, rows, cols), with cols 0 for vectors; see llm/weights.h.
+  // Each weight is (name, rows, cols), with cols 0 for vectors; see llm/decoder/weights.h.
   m.def(
       "outer_weights", [](const nb::handle& spec) { return wanted(outer_weights(read_spec(spec))); }, nb::arg("spec"));
   m.def(
@@ -376,10 +376,10 @@ NB_MODULE(_llm, m) {
       [](const nb::handle& layer, int64_t hidden) { return wanted(layer_weights(read_layer(layer), hidden)); },
       nb::arg("layer"), nb::arg("hidden"));
   m.def(
-      "end_carriers",
+      "end_transports",
       [] {
-        anyaccel::comm::BetweenHosts::leave_all();
-        anyaccel::comm::end_carriers();
+        anyaccel::comm::HostLinks::leave_all();
+        anyaccel::comm::end_transports();
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });

@@ -5,8 +5,8 @@
 
 #include <string>
 
-#include "llm/request.h"
-#include "llm/spec.h"
+#include "llm/decoder/spec.h"
+#include "llm/model/request.h"
 
 namespace anyaccel::bindings {
 

@@ -24,21 +24,22 @@ ReduceFn ShmGroup::kernel(DType dtype, ReduceOp op) const {
   return kernels_.by[d][o];
 }
 
-ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, ReduceOp op, int root, DType told) const {
+ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, ReduceOp op, int root,
+                                         DType caller_dtype) const {
   Descriptor d;
   d.count = count;
   d.op = what;
   d.dtype = static_cast<uint8_t>(dtype);
   d.reduce_op = static_cast<uint8_t>(op);
   d.root = static_cast<uint16_t>(root);
-  d.told = static_cast<uint8_t>(told);
+  d.caller_dtype = static_cast<uint8_t>(caller_dtype);
   return d;
 }
 
-void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock, DType told) {
+void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock, DType caller_dtype) {
   const CallGuard guard(*this);
   holds_lock_ = holds_lock;
-  all_reduce_locked(static_cast<char*>(data), count, dtype, op, told);
+  all_reduce_locked(static_cast<char*>(data), count, dtype, op, caller_dtype);
 }
 
 bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op) {
@@ -49,9 +50,9 @@ bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op
   return true;
 }
 
-void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType told) {
+void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType caller_dtype) {
   const ReduceFn fn = kernel(dtype, op);
-  Descriptor descriptor = reduction(Op::all_reduce, count, dtype, op, 0, told);
+  Descriptor descriptor = reduction(Op::all_reduce, count, dtype, op, 0, caller_dtype);
   const Symmetric* memory = symmetric_.empty() ? nullptr : find_symmetric(data, count * dtype_bytes(dtype));
   if (memory != nullptr) {
     descriptor.symmetric = memory->id;

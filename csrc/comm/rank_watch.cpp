@@ -24,7 +24,7 @@ bool would_wait(int error) { return error == EAGAIN || error == EWOULDBLOCK || e
 }  // namespace
 
 RankWatch::RankWatch(int rank, int size, const std::vector<std::string>& addresses, double beat_s)
-    : rank_(rank), beat_s_(beat_s), meeting_(rank, size, addresses), peers_(static_cast<size_t>(size)) {
+    : rank_(rank), beat_s_(beat_s), rendezvous_(rank, size, addresses), peers_(static_cast<size_t>(size)) {
   if (!(beat_s > 0)) throw std::invalid_argument("the time between beats must be above 0");
   int ends[2];
   if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) throw std::system_error(errno, std::generic_category(), "pipe2");
@@ -34,10 +34,11 @@ RankWatch::RankWatch(int rank, int size, const std::vector<std::string>& address
 
 RankWatch::~RankWatch() { close(); }
 
-void RankWatch::connect(const std::vector<std::string>& cards, double timeout_s, const std::function<void()>& check) {
-  for (size_t rank = 0; rank < cards.size(); ++rank)
-    names_.push_back("rank " + std::to_string(rank) + " on " + HostMeeting::name_of(cards[rank]));
-  std::vector<Descriptor> found = meeting_.connect(cards, names_, timeout_s, check);
+void RankWatch::connect(const std::vector<std::string>& endpoints, double timeout_s,
+                        const std::function<void()>& check) {
+  for (size_t rank = 0; rank < endpoints.size(); ++rank)
+    names_.push_back("rank " + std::to_string(rank) + " on " + Rendezvous::name_of(endpoints[rank]));
+  std::vector<Descriptor> found = rendezvous_.connect(endpoints, names_, timeout_s, check);
   for (size_t rank = 0; rank < peers_.size(); ++rank) peers_[rank].fd = std::move(found[rank]);
   // Signals are for the threads that wait for them.
   sigset_t all, before;

@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/host_meeting.h"
+#include "comm/rendezvous.h"
 #include "common/descriptor.h"
 
 namespace anyaccel::comm {
@@ -31,14 +31,14 @@ class RankWatch {
     double left_s;          // for how long it has been gone; below 0: it is there
   };
 
-  // `addresses`: of this host, see HostMeeting. `beat_s`: seconds between two beats. Throws as HostMeeting.
+  // `addresses`: of this host, see Rendezvous. `beat_s`: seconds between two beats. Throws as Rendezvous.
   RankWatch(int rank, int size, const std::vector<std::string>& addresses, double beat_s);
   ~RankWatch();
 
-  const std::string& card() const { return meeting_.card(); }
-  // Call it on every rank, with the cards of all. Throws as HostMeeting::connect; std::system_error where there can be
-  // no thread.
-  void connect(const std::vector<std::string>& cards, double timeout_s, const std::function<void()>& check);
+  const std::string& endpoint() const { return rendezvous_.endpoint(); }
+  // Call it on every rank, with the endpoints of all. Throws as Rendezvous::connect; std::system_error where there can
+  // be no thread.
+  void connect(const std::vector<std::string>& endpoints, double timeout_s, const std::function<void()>& check);
   // "rank 2 on node1". After connect().
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
   // By rank; the own one is there and not silent.
@@ -77,7 +77,7 @@ class RankWatch {
   const int rank_;
   const double beat_s_;
   const pid_t owner_ = getpid();
-  HostMeeting meeting_;
+  Rendezvous rendezvous_;
   std::vector<std::string> names_;
   std::vector<Peer> peers_;
   Descriptor woken_, waking_;

@@ -43,11 +43,11 @@ void ShmGroup::broadcast(void* data, size_t count, DType dtype, int root) {
   });
 }
 
-void ShmGroup::reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root, DType told) {
+void ShmGroup::reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root, DType caller_dtype) {
   check_root("reduce", root);
   const ReduceFn fn = kernel(dtype, op);
   const size_t item = dtype_bytes(dtype);
-  call(reduction(Op::reduce, count, dtype, op, root, told), [&] {
+  call(reduction(Op::reduce, count, dtype, op, root, caller_dtype), [&] {
     for_each_chunk(count * item, buffer_bytes_, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       if (rank_ != root) copy(buffer(rank_, chunk), at(in, done), n);
@@ -61,11 +61,12 @@ void ShmGroup::reduce(const void* in, void* out, size_t count, DType dtype, Redu
   });
 }
 
-void ShmGroup::reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op, DType told) {
+void ShmGroup::reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op,
+                              DType caller_dtype) {
   const ReduceFn fn = kernel(dtype, op);
   const size_t item = dtype_bytes(dtype);
   const size_t slot = buffer_bytes_ / size_ / kLine * kLine;
-  call(reduction(Op::reduce_scatter, count, dtype, op, 0, told), [&] {
+  call(reduction(Op::reduce_scatter, count, dtype, op, 0, caller_dtype), [&] {
     for_each_chunk(count * item, slot, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       for (int r = 0; r < size_; ++r)

@@ -321,8 +321,8 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
 // --- descriptors
 
 std::string ShmGroup::describe(const Descriptor& d) const {
-  const std::string dtype = dtype_name(static_cast<DType>(d.told == 0 ? d.dtype : d.told));
-  const bool pairs = d.told != 0 && dtype.starts_with("complex");
+  const std::string dtype = dtype_name(static_cast<DType>(d.caller_dtype == 0 ? d.dtype : d.caller_dtype));
+  const bool pairs = d.caller_dtype != 0 && dtype.starts_with("complex");
   const std::string elements = std::to_string(pairs ? d.count / 2 : d.count) + " " + dtype;
   const std::string with =
       d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));

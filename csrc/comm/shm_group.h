@@ -85,15 +85,17 @@ class ShmGroup {
   // Calls of several threads run one after the other.
 
   // Works in place. With `holds_lock` the caller holds the interpreter's lock, which is released only in a long wait.
-  // `told` is the caller's dtype where it was converted to `dtype`; the peers must have the same.
-  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock = false, DType told = DType::f32);
+  // `caller_dtype` is the caller's dtype where it was converted to `dtype`; the peers must have the same.
+  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock = false,
+                  DType caller_dtype = DType::f32);
   // Returns false without having done anything when another thread runs a call.
   bool try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op);
   // `out` is written on `root` only, and may be `in`.
-  void reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root, DType told = DType::f32);
+  void reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root,
+              DType caller_dtype = DType::f32);
   // `ins[r]` is the data for rank r; `out` may be ins[rank].
   void reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op,
-                      DType told = DType::f32);
+                      DType caller_dtype = DType::f32);
   void broadcast(void* data, size_t count, DType dtype, int root);
   // `counts[r]` is the number of elements of rank r, and must be the same on all ranks. outs[rank] may be `in`.
   void all_gather(const void* in, void* const* outs, const size_t* counts, DType dtype);
@@ -158,7 +160,7 @@ class ShmGroup {
     Op op = Op::barrier;
     uint8_t dtype = 0;
     uint8_t reduce_op = 0;
-    uint8_t told = 0;  // the caller's dtype where it was converted, else 0
+    uint8_t caller_dtype = 0;  // the caller's dtype where it was converted, else 0
     uint16_t root = 0;
     uint16_t symmetric = 0;  // the id of the memory, or 0
     bool operator==(const Descriptor&) const = default;
@@ -241,9 +243,10 @@ class ShmGroup {
   bool same_placement() const;
   std::string describe(const Descriptor& descriptor) const;
   ReduceFn kernel(DType dtype, ReduceOp op) const;
-  Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0, DType told = DType::f32) const;
+  Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0,
+                       DType caller_dtype = DType::f32) const;
   bool is_small(size_t bytes) const;
-  void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType told);
+  void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType caller_dtype);
   // These return false, without having changed anything, when a peer's tensor has another placement.
   bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);
   bool all_reduce_small(char* data, size_t count, DType dtype, ReduceFn kernel);

@@ -12,7 +12,7 @@
 namespace anyaccel::comm {
 namespace {
 
-constexpr char kNoCard[] = "-";
+constexpr char kNoEndpoint[] = "-";
 // Of one member's memory for one other: containers often have no more than 64 MiB of shared memory.
 constexpr size_t kMailboxBytes = 512 << 10;
 
@@ -32,31 +32,31 @@ StageLinks::StageLinks(int member, const std::vector<int>& hosts, const std::vec
                    Messages::bytes_a_rank(size, kMailboxBytes));
     text << group_->name();
   } else {
-    text << kNoCard;
+    text << kNoEndpoint;
   }
   if (size < count) {
-    between_.emplace(member, count, addresses, timeout_s);
-    text << ' ' << between_->card();
+    host_links_.emplace(member, count, addresses, timeout_s);
+    text << ' ' << host_links_->endpoint();
   } else {
-    text << ' ' << kNoCard;
+    text << ' ' << kNoEndpoint;
   }
-  card_ = text.str();
+  endpoint_ = text.str();
 }
 
 int StageLinks::place(int member) const {
   return static_cast<int>(std::find(here_.begin(), here_.end(), member) - here_.begin());
 }
 
-void StageLinks::connect(const std::vector<std::string>& cards, const std::vector<int>& pids,
+void StageLinks::connect(const std::vector<std::string>& endpoints, const std::vector<int>& pids,
                          const std::vector<int>& ranks) {
-  if (cards.size() != hosts_.size() || pids.size() != hosts_.size() || ranks.size() != hosts_.size())
-    throw std::invalid_argument("connect: needs one card, pid and rank a member");
+  if (endpoints.size() != hosts_.size() || pids.size() != hosts_.size() || ranks.size() != hosts_.size())
+    throw std::invalid_argument("connect: needs one endpoint, pid and rank a member");
   ranks_ = ranks;
-  std::vector<std::string> groups(cards.size()), meetings(cards.size());
-  for (size_t i = 0; i < cards.size(); ++i) {
-    std::istringstream stream(cards[i]);
-    stream >> groups[i] >> meetings[i];
-    if (!stream) throw std::invalid_argument("connect: what is no card of a pipeline");
+  std::vector<std::string> groups(endpoints.size()), of_hosts(endpoints.size());
+  for (size_t i = 0; i < endpoints.size(); ++i) {
+    std::istringstream stream(endpoints[i]);
+    stream >> groups[i] >> of_hosts[i];
+    if (!stream) throw std::invalid_argument("connect: what is no endpoint of a pipeline");
   }
   if (group_) {
     std::vector<std::string> names;
@@ -70,10 +70,10 @@ void StageLinks::connect(const std::vector<std::string>& cards, const std::vecto
     group_->connect(names, pids_here);
     messages_ = std::make_unique<Messages>(*group_);
   }
-  if (between_) {
+  if (host_links_) {
     std::vector<std::string> names;
     for (const int rank : ranks) names.push_back("rank " + std::to_string(rank));
-    between_->connect(meetings, names);
+    host_links_->connect(of_hosts, names);
   }
 }
 
@@ -83,7 +83,7 @@ void StageLinks::unlink() noexcept {
 
 void StageLinks::set_interrupt_check(const std::function<void()>& check) {
   if (group_) group_->set_interrupt_check(check);
-  if (between_) between_->set_interrupt_check(check);
+  if (host_links_) host_links_->set_interrupt_check(check);
 }
 
 template <class Move>
@@ -105,7 +105,7 @@ void StageLinks::send(int to, uint64_t signature, void* packet, size_t bytes) {
   std::memset(packet, 0, kLine);
   std::memcpy(packet, &signature, sizeof signature);
   call([&] {
-    if (!is_here(to)) return between_->send(to, {{packet, kLine + bytes}});
+    if (!is_here(to)) return host_links_->send(to, {{packet, kLine + bytes}});
     const auto message = messages_->send(packet, kLine + bytes, DType::u8, place(to), 0);
     messages_->wait(*message);
   });
@@ -114,7 +114,7 @@ void StageLinks::send(int to, uint64_t signature, void* packet, size_t bytes) {
 void StageLinks::receive(int from, uint64_t signature, void* packet, size_t bytes) {
   call([&] {
     if (!is_here(from)) {
-      between_->receive(from, {{packet, kLine + bytes}});
+      host_links_->receive(from, {{packet, kLine + bytes}});
     } else {
       const auto message = messages_->receive(packet, kLine + bytes, DType::u8, place(from), 0);
       messages_->wait(*message);
@@ -135,7 +135,7 @@ void StageLinks::fail(const char* why) noexcept {
   } catch (...) {  // no memory for the words
     broken_ = "!";
   }
-  if (between_) between_->fail(why);
+  if (host_links_) host_links_->fail(why);
   if (group_) group_->give_up();
 }
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/between_hosts.h"
+#include "comm/host_links.h"
 #include "comm/messages.h"
 #include "comm/shm_group.h"
 #include "comm/shm_segment.h"
@@ -25,15 +25,15 @@ class StageLinks {
   // Bytes before those of a packet, for the signature.
   static constexpr size_t kLine = 64;
 
-  // `hosts`: the host of each member. `addresses`: of this host, see HostMeeting. Throws std::system_error,
+  // `hosts`: the host of each member. `addresses`: of this host, see Rendezvous. Throws std::system_error,
   // std::invalid_argument.
   StageLinks(int member, const std::vector<int>& hosts, const std::vector<std::string>& addresses, double timeout_s,
              ShmSegment::Kind kind);
 
   // What connect() needs on the other members: for them only.
-  const std::string& card() const { return card_; }
+  const std::string& endpoint() const { return endpoint_; }
   // `ranks`: what errors call the members. Throws CommError, std::invalid_argument, std::system_error.
-  void connect(const std::vector<std::string>& cards, const std::vector<int>& pids, const std::vector<int>& ranks);
+  void connect(const std::vector<std::string>& endpoints, const std::vector<int>& pids, const std::vector<int>& ranks);
   void unlink() noexcept;
   void set_interrupt_check(const std::function<void()>& check);
 
@@ -56,9 +56,9 @@ class StageLinks {
   std::vector<int> here_;
   std::optional<ShmGroup> group_;  // of this host, where it has several members
   std::unique_ptr<Messages> messages_;
-  std::optional<BetweenHosts> between_;  // all members, where they are on several hosts
+  std::optional<HostLinks> host_links_;  // all members, where they are on several hosts
   std::vector<int> ranks_;
-  std::string card_, broken_;
+  std::string endpoint_, broken_;
 };
 
 }  // namespace anyaccel::comm

@@ -66,8 +66,8 @@ void Heartbeat::run(int socket, double seconds) {
   do {
     const Work now = Work::now();
     const bool worked = now.exceeds(before);
-    const char told = worked ? kWorked : kIdle;
-    const ssize_t sent = send(socket, &told, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const char signal = worked ? kWorked : kIdle;
+    const ssize_t sent = send(socket, &signal, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;  // nobody listens any more
     if (sent == 1 && worked) before = now;
   } while (!stopping_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return stopped_; }));

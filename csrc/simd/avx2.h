@@ -105,7 +105,7 @@ inline Vec even_bf16(const void* p) { return _mm256_castsi256_ps(_mm256_slli_epi
 inline Vec odd_bf16(const void* p) {
   return _mm256_castsi256_ps(_mm256_and_si256(load_ints(p), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
-// In the upper half of each lane; the lower half is rubbish.
+// In the upper half of each lane; the lower half is undefined.
 [[gnu::always_inline]] inline IVec round_bf16(Vec v) {
   const IVec bits = _mm256_castps_si256(v);
   const IVec odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

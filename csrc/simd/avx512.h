@@ -93,8 +93,8 @@ inline Vec even_bf16(const void* p) { return _mm512_castsi512_ps(_mm512_slli_epi
 inline Vec odd_bf16(const void* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(load_ints(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
-// In the upper half of each lane; the lower half is rubbish. Not VCVTNEPS2BF16, which makes subnormal numbers zero, so
-// that results would depend on the machine.
+// In the upper half of each lane; the lower half is undefined. Not VCVTNEPS2BF16, which makes subnormal numbers zero,
+// so that results would depend on the machine.
 [[gnu::always_inline]] inline IVec round_bf16(Vec v) {
   const IVec bits = _mm512_castps_si512(v);
   const Mask odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 with VNNI and BF16: dot products of pairs of bfloat16 (pairs_of in llm/gemm_avx512.h makes them).
+// AVX-512 with VNNI and BF16: dot products of pairs of bfloat16 (pairs_of in llm/kernels/gemm_avx512.h makes them).
 // With ANYACCEL_EMULATE the instruction is plain code that gives what it gives, bit by bit as Intel's manual defines
 // it.
 #pragma once

@@ -119,7 +119,7 @@ inline Vec even_bf16(const void* p) { return vreinterpretq_f32_u32(vshlq_n_u32(r
 inline Vec odd_bf16(const void* p) {
   return vreinterpretq_f32_u32(vandq_u32(read<uint32x4_t>(p), vdupq_n_u32(0xffff0000u)));
 }
-// In the upper half of each lane; the lower half is rubbish.
+// In the upper half of each lane; the lower half is undefined.
 [[gnu::always_inline]] inline uint32x4_t round_bf16(Vec v) {
   const uint32x4_t bits = vreinterpretq_u32_f32(v);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

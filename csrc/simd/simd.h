@@ -24,7 +24,7 @@
 //   pack_bf16(a, b), pack_f16(a, b), interleave_bf16(even, odd)   two vectors as 2 * kLanes halves
 //   stream(p, v)         past the caches, where p is aligned to a whole vector; stream_fence() after the last one
 //
-// Products of 8-bit and 4-bit weights, which come in quadruples of columns for each lane (llm/matrix.h):
+// Products of 8-bit and 4-bit weights, which come in quadruples of columns for each lane (llm/pack/matrix.h):
 //   Quads, load_quads(p)   4 columns of int8. kPairs8: activations for them are int16, in pairs (0, 2), (1, 3) of the
 //                        4 columns, and products come out 256 times too large; else they are int8, and kShift8 says
 //                        whether 128 times their sum comes out too much
@@ -34,7 +34,7 @@
 //   join<s>(a, b)        a + 2^s b, of columns whose bits do not meet
 //   Codes, load_codes(p, table)   as load_quads(), of what 8 columns of 4 bits stand for in load_table(16 of int8)
 //   column8<I>(p), column4<I>(p)   one of these columns
-//   magnitude_bits(x), quantise32(x, factor, q) and the same for 16 groups: 32 floats as 8 bits (llm/gemv.h)
+//   magnitude_bits(x), quantise32(x, factor, q) and the same for 16 groups: 32 floats as 8 bits (llm/kernels/gemv.h)
 #define ANYACCEL_TEXT_OF(x) #x
 #define ANYACCEL_TEXT(x) ANYACCEL_TEXT_OF(x)
 // clang-format off: a space would be a part of the name

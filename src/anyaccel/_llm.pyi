@@ -7,9 +7,9 @@ from typing import Any
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
 
 def isa() -> str: ...
-def end_carriers() -> None: ...  # at the end of the process, see csrc/comm/carrier.h
+def end_transports() -> None: ...  # at the end of the process, see csrc/comm/transport.h
 
-# What a decoder wants, as (name, rows, cols), cols 0 for vectors (csrc/llm/weights.h): the weights beside those of
+# What a decoder wants, as (name, rows, cols), cols 0 for vectors (csrc/llm/decoder/weights.h): weights beside those of
 # layers, of a DecoderSpec; those of one layer, without "layers.N." and of its first expert only.
 def outer_weights(spec: DecoderSpec) -> list[tuple[str, int, int]]: ...
 def layer_weights(layer: Layer, hidden: int) -> list[tuple[str, int, int]]: ...
@@ -21,7 +21,7 @@ class Request:
         self,
         model: Model,
         prompt: Sequence[int],
-        options: Mapping[str, Any],  # fields of csrc/llm/sampling.h SamplingOptions, and those below
+        options: Mapping[str, Any],  # fields of csrc/llm/model/sampling.h SamplingOptions, and those below
         # seed: int, max_new_tokens: int, min_new_tokens: int, end_tokens: list[int], ignore_end: bool,
         # bias: dict[int, float], logprobs: int, prompt_logprobs: int, draft_tokens: int (the most of a pass; 0: none),
         # draft_model: bool (who guesses: the draft model; False: the text), draft_always: bool (also where it costs),
@@ -88,14 +88,14 @@ class Model:
         self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
     ) -> None: ...  # `plus` is added to each value: Gemma's 1 + weight
     # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`. Both
-    # return a checksum of the bytes (csrc/llm/weight_file.h).
+    # return a checksum of the bytes (csrc/llm/decoder/weight_file.h).
     def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
     def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
-    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's; `wire`: f32,
-    # bf16 or i8, the form of what is summed when it goes between hosts; `between`: what carries
+    # `hosts`: each rank's, numbered as they come; `addresses`: where others' ranks reach this one; `wire_dtype`:
+    # f32, bf16 or i8, the form of what is summed when it goes between hosts; `transport`: what carries
     # it, "" for TCP, mpi:LIBRARY or ccl:LIBRARY, which connect() starts.
     def create_segment(
         self,
@@ -103,8 +103,8 @@ class Model:
         anonymous: bool = False,
         hosts: Sequence[int] = (),
         addresses: Sequence[str] = (),
-        wire: str = "f32",
-        between: str = "",
+        wire_dtype: str = "f32",
+        transport: str = "",
     ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...
@@ -128,7 +128,7 @@ class Model:
     def draft_work(self) -> tuple[int, int]: ...
     # Generation: one call a step. Prompts not yet in the cache are processed (in chunks), the others decode one token;
     # returns the new token of each request, -1 for one that had finished, -2 for one whose prompt goes on.
-    # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model.h.
+    # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model/model.h.
     def step(self, requests: Sequence[Request], limits: Sequence[int] = (), exact: bool = False) -> list[int]: ...
     # At most `most` steps of answers (`exact`): the tokens of each step, and how many of these are in the feed, where
     # those of all steps but the last go, with `tag`. Ends early when a request does, or the feed is told to stop.
@@ -184,7 +184,7 @@ class Linear:
 
 def rms_norm(x: int, y: int, rows: int, cols: int, type: str, weight: int, eps: float) -> None: ...
 
-# Rows as quantised values (csrc/llm/quantise.h); returns the sum of squared errors and of squares.
+# Rows as quantised values (csrc/llm/pack/quantise.h); returns the sum of squared errors and of squares.
 def quantise(
     address: int,
     type: str,

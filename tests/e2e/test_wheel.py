@@ -78,7 +78,7 @@ def test_the_sdist_has_what_builds_tests_and_explains(sdist):
         names = {name.partition("/")[2] for name in file.getnames()}
     wanted = ["README.md", "LICENSE", "CHANGELOG.md", "CMakeLists.txt", "pyproject.toml", "docs/map.md", "Makefile"]
     wanted += ["src/anyaccel/serve/page/index.html", "src/anyaccel/serve/page/app.js"]
-    wanted += ["csrc/llm/forward.cpp", "src/anyaccel/py.typed", "tests/conftest.py", "examples/train_gpt.py"]
+    wanted += ["csrc/llm/forward/forward.cpp", "src/anyaccel/py.typed", "tests/conftest.py", "examples/train_gpt.py"]
     assert not set(wanted) - names
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
     # Patterns of what to include match at any depth where they do not start with a slash.

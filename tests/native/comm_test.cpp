@@ -373,9 +373,9 @@ void test_processes_and_a_death() {
     pids[r] = fork();
     if (pids[r] != 0) continue;
     ShmGroup group(r, kSize, 4096, kTimeout, ShmSegment::Kind::memfd);
-    char card[128] = {};
-    std::snprintf(card, sizeof card, "%d %s", r, group.name().c_str());
-    CHECK(write(to_parent[1], card, sizeof card) == sizeof card);
+    char endpoint[128] = {};
+    std::snprintf(endpoint, sizeof endpoint, "%d %s", r, group.name().c_str());
+    CHECK(write(to_parent[1], endpoint, sizeof endpoint) == sizeof endpoint);
     char names[kSize][128];
     int numbers[kSize];
     for (auto& name : names) CHECK(read(to_child[r][0], name, sizeof name) == sizeof name);
@@ -395,9 +395,9 @@ void test_processes_and_a_death() {
   }
   char names[kSize][128] = {};
   for (int i = 0; i < kSize; ++i) {
-    char card[128];
-    CHECK(read(to_parent[0], card, sizeof card) == sizeof card);
-    std::snprintf(names[card[0] - '0'], sizeof names[0], "%s", card + 2);
+    char endpoint[128];
+    CHECK(read(to_parent[0], endpoint, sizeof endpoint) == sizeof endpoint);
+    std::snprintf(names[endpoint[0] - '0'], sizeof names[0], "%s", endpoint + 2);
   }
   for (auto& pipes : to_child) {
     for (auto& name : names) CHECK(write(pipes[1], name, sizeof name) == sizeof name);

@@ -21,13 +21,13 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/between_hosts.h"
 #include "comm/errors.h"
+#include "comm/host_links.h"
 #include "comm/rank_watch.h"
 #include "comm/wire_format.h"
 #include "common/descriptor.h"
 #include "llm/errors.h"
-#include "llm/parallel_ranks.h"
+#include "llm/ranks/parallel_ranks.h"
 
 namespace {
 
@@ -62,19 +62,19 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-using Hosts = std::vector<std::unique_ptr<BetweenHosts>>;
+using Hosts = std::vector<std::unique_ptr<HostLinks>>;
 
 Hosts make(int count, double timeout_s) {
   Hosts hosts;
   for (int host = 0; host < count; ++host)
-    hosts.push_back(std::make_unique<BetweenHosts>(host, count, kLoopback, timeout_s));
+    hosts.push_back(std::make_unique<HostLinks>(host, count, kLoopback, timeout_s));
   return hosts;
 }
 
 std::vector<std::string> cards_of(const Hosts& hosts) {
-  std::vector<std::string> cards;
-  for (const auto& host : hosts) cards.push_back(host->card());
-  return cards;
+  std::vector<std::string> endpoints;
+  for (const auto& host : hosts) endpoints.push_back(host->endpoint());
+  return endpoints;
 }
 
 std::vector<std::string> ranks_of(size_t count) {
@@ -85,13 +85,13 @@ std::vector<std::string> ranks_of(size_t count) {
 
 Hosts connected(int count) {
   Hosts hosts = make(count, kTimeout);
-  const auto cards = cards_of(hosts);
-  together(count, [&](int host) { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(cards.size())); });
+  const auto endpoints = cards_of(hosts);
+  together(count, [&](int host) { hosts[static_cast<size_t>(host)]->connect(endpoints, ranks_of(endpoints.size())); });
   return hosts;
 }
 
 // Sends so many bytes in two pieces, and checks what comes.
-void exchange(BetweenHosts& self, int host, int hosts, size_t bytes, int round) {
+void exchange(HostLinks& self, int host, int hosts, size_t bytes, int round) {
   const auto value = [&](int from, size_t at) { return static_cast<uint8_t>(from * 31 + round * 7 + at * 13); };
   std::vector<uint8_t> own(bytes);
   for (size_t i = 0; i < bytes; ++i) own[i] = value(host, i);
@@ -119,8 +119,8 @@ void test_exchanges() {
   }
 }
 
-Descriptor visit(const std::string& card) {
-  const std::string port = card.substr(card.rfind(',') + 1);
+Descriptor visit(const std::string& endpoint) {
+  const std::string port = endpoint.substr(endpoint.rfind(',') + 1);
   Descriptor fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -130,30 +130,30 @@ Descriptor visit(const std::string& card) {
   return fd;
 }
 
-// Those who have not read the card are sent away, and keep nobody from coming.
+// Those who have not read the endpoint are sent away, and keep nobody from coming.
 void test_strangers() {
   Hosts hosts = make(2, kTimeout);
-  const auto cards = cards_of(hosts);
+  const auto endpoints = cards_of(hosts);
   std::vector<Descriptor> strangers;
   for (int i = 0; i < 4; ++i) {
-    strangers.push_back(visit(cards[0]));
+    strangers.push_back(visit(endpoints[0]));
     std::string words(static_cast<size_t>(40 * i), 'x');
     if (i > 1) std::memcpy(words.data(), "anyaccel\1\0\0\0\1\0\0\0", 16);  // all is right but the key
     if (i > 0) CHECK(send(strangers.back().get(), words.data(), words.size(), MSG_NOSIGNAL) > 0);
   }
-  together(2, [&](int host) { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(2)); });
+  together(2, [&](int host) { hosts[static_cast<size_t>(host)]->connect(endpoints, ranks_of(2)); });
   together(2, [&](int host) { exchange(*hosts[static_cast<size_t>(host)], host, 2, 100, 0); });
   char byte;
   for (const Descriptor& stranger : strangers) CHECK(recv(stranger.get(), &byte, 1, 0) <= 0);
 
-  const std::string wrong = cards[0].substr(0, cards[0].find(';'));
-  for (const std::string& card :
-       {std::string(), wrong, wrong + ";00;127.0.0.1,1", cards[0].substr(0, 70 + wrong.size()),
+  const std::string wrong = endpoints[0].substr(0, endpoints[0].find(';'));
+  for (const std::string& endpoint :
+       {std::string(), wrong, wrong + ";00;127.0.0.1,1", endpoints[0].substr(0, 70 + wrong.size()),
         wrong + ";" + std::string(64, '0') + ";nowhere,80", wrong + ";" + std::string(64, '0') + ";127.0.0.1,x"}) {
-    BetweenHosts host(1, 2, kLoopback, 1);
+    HostLinks host(1, 2, kLoopback, 1);
     bool refused = false;
     try {
-      host.connect({card, host.card()}, ranks_of(2));
+      host.connect({endpoint, host.endpoint()}, ranks_of(2));
     } catch (const std::invalid_argument&) {
       refused = true;
     }
@@ -164,21 +164,21 @@ void test_strangers() {
 void test_who_does_not_come() {
   {
     Hosts hosts = make(3, 0.2);
-    const auto cards = cards_of(hosts);
+    const auto endpoints = cards_of(hosts);
     together(2, [&](int host) {
-      const std::string text =
-          error_of([&] { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(3)); }, CommError::Kind::timeout);
+      const std::string text = error_of([&] { hosts[static_cast<size_t>(host)]->connect(endpoints, ranks_of(3)); },
+                                        CommError::Kind::timeout);
       CHECK(has(text, "no connection with rank 2 on ") && has(text, "within the timeout of 0.2 s"));
     });
   }
   {
-    // Nobody listens any more where the card says.
-    auto gone = std::make_unique<BetweenHosts>(0, 2, kLoopback, 0.2);
-    const std::string card = gone->card();
+    // Nobody listens any more where the endpoint says.
+    auto gone = std::make_unique<HostLinks>(0, 2, kLoopback, 0.2);
+    const std::string endpoint = gone->endpoint();
     gone.reset();
-    BetweenHosts host(1, 2, kLoopback, 0.3);
+    HostLinks host(1, 2, kLoopback, 0.3);
     const std::string text =
-        error_of([&] { host.connect({card, host.card()}, ranks_of(2)); }, CommError::Kind::timeout);
+        error_of([&] { host.connect({endpoint, host.endpoint()}, ranks_of(2)); }, CommError::Kind::timeout);
     CHECK(has(text, "(127.0.0.1 port ") && has(text, "Connection refused)"));
   }
   {
@@ -189,17 +189,17 @@ void test_who_does_not_come() {
     CHECK(has(error_of([&] { exchange(*hosts[0], 0, 2, 100, 0); }, CommError::Kind::broken), "earlier error"));
     // The late one has all that was sent to it, and learns it the next time.
     exchange(*hosts[1], 1, 2, 100, 0);
-    const std::string told = error_of([&] { exchange(*hosts[1], 1, 2, 100, 0); }, CommError::Kind::broken);
-    CHECK(has(told, "rank 0 on ") && has(told, " gave up: rank 1 on "));
+    const std::string caller_dtype = error_of([&] { exchange(*hosts[1], 1, 2, 100, 0); }, CommError::Kind::broken);
+    CHECK(has(caller_dtype, "rank 0 on ") && has(caller_dtype, " gave up: rank 1 on "));
   }
 }
 
 // A library that joins the hosts when all have asked for it, but not this one.
-class LateCarrier : public Carrier {
+class LateTransport : public Transport {
  public:
-  explicit LateCarrier(bool* gave_up) : gave_up_(gave_up) {}
-  Card card(int) override { return {"late", 0, 0, {}}; }
-  void connect(int, const std::vector<Card>&) override {}
+  explicit LateTransport(bool* gave_up) : gave_up_(gave_up) {}
+  Endpoint endpoint(int) override { return {"late", 0, 0, {}}; }
+  void connect(int, const std::vector<Endpoint>&) override {}
   bool connected() override { return false; }
   void begin(const Bytes&, std::vector<Bytes>&) override {}
   bool done() override { return false; }
@@ -210,20 +210,20 @@ class LateCarrier : public Carrier {
   bool* const gave_up_;
 };
 
-void test_a_carrier_that_does_not_join() {
+void test_a_transport_that_does_not_join() {
   Hosts hosts = make(2, 0.2);
-  const auto cards = cards_of(hosts);
+  const auto endpoints = cards_of(hosts);
   bool gave_up[2] = {};
   std::string said[2];
   together(2, [&](int host) {
     try {
       const auto at = static_cast<size_t>(host);
-      hosts[at]->connect(cards, ranks_of(2), std::make_unique<LateCarrier>(&gave_up[host]));
+      hosts[at]->connect(endpoints, ranks_of(2), std::make_unique<LateTransport>(&gave_up[host]));
     } catch (const CommError& error) {
       said[host] = error.what();
     }
   });
-  // The second one may be told by the first.
+  // The second one may be caller_dtype by the first.
   for (int host = 0; host < 2; ++host) CHECK(gave_up[host] && has(said[host], "within the timeout of 0.2 s"));
 }
 
@@ -290,7 +290,7 @@ std::vector<uint8_t> values(size_t bytes, int round) {
 void test_one_to_one() {
   Hosts hosts = connected(3);
   together(3, [&](int host) {
-    BetweenHosts& self = *hosts[static_cast<size_t>(host)];
+    HostLinks& self = *hosts[static_cast<size_t>(host)];
     for (int round = 0; round < 20; ++round) {  // along a chain, then from its end to all, between exchanges
       const size_t bytes = round % 5 == 4 ? 3'000'000 : static_cast<size_t>(round) * 100;
       const std::vector<uint8_t> right = values(bytes, round);
@@ -571,12 +571,12 @@ void until(const std::function<bool()>& done) {
 // Ranks hear of each other, come to the same place, and see who leaves.
 void test_ranks_watch_each_other() {
   std::vector<std::unique_ptr<RankWatch>> ranks;
-  std::vector<std::string> cards;
+  std::vector<std::string> endpoints;
   for (int rank = 0; rank < 3; ++rank) {
     ranks.push_back(std::make_unique<RankWatch>(rank, 3, kLoopback, 0.05));
-    cards.push_back(ranks.back()->card());
+    endpoints.push_back(ranks.back()->endpoint());
   }
-  together(3, [&](int rank) { ranks[static_cast<size_t>(rank)]->connect(cards, kTimeout, nullptr); });
+  together(3, [&](int rank) { ranks[static_cast<size_t>(rank)]->connect(endpoints, kTimeout, nullptr); });
   CHECK(has(ranks[0]->name(2), "rank 2 on "));
   until([&] { return ranks[0]->look()[1].beats >= 3 && ranks[2]->look()[1].beats >= 3; });
   CHECK(ranks[0]->look()[0].silent_s == 0 && ranks[0]->look()[1].left_s < 0);
@@ -600,7 +600,7 @@ int main() {
   test_exchanges();
   test_strangers();
   test_who_does_not_come();
-  test_a_carrier_that_does_not_join();
+  test_a_transport_that_does_not_join();
   test_who_leaves();
   test_disagreement();
   test_an_interrupt();

@@ -8,9 +8,9 @@
 
 #include "check.h"
 #include "common/cpu_features.h"
-#include "llm/gemm_kernels.h"
-#include "llm/gemm_select.h"
-#include "llm/gemv.h"
+#include "llm/kernels/gemm_kernels.h"
+#include "llm/kernels/gemm_select.h"
+#include "llm/kernels/gemv.h"
 #include "simd/pick.h"
 
 namespace {

@@ -17,8 +17,8 @@
 
 #include "check.h"
 #include "common/team.h"
-#include "llm/attention.h"
-#include "llm/rotate_groups.h"
+#include "llm/attention/attention.h"
+#include "llm/attention/rotate_groups.h"
 #include "simd/convert.h"
 #include "simd/isa.h"
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/gemm.h"
-#include "llm/gemm_select.h"
+#include "llm/kernels/gemm.h"
+#include "llm/kernels/gemm_select.h"
 #include "llm_matrices.h"
 #include "simd/convert.h"
 #include "simd/pick.h"

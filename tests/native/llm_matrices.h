@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "llm/matrix.h"
+#include "llm/pack/matrix.h"
 
 namespace {
 

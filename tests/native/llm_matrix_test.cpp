@@ -16,9 +16,10 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/gemv.h"
-#include "llm/grouped.h"
-#include "llm/matrix.h"
+#include "llm/kernels/gemv.h"
+#include "llm/kernels/multiply.h"
+#include "llm/pack/grouped.h"
+#include "llm/pack/matrix.h"
 #include "llm_shapes.h"
 #include "simd/convert.h"
 #include "simd/pick.h"

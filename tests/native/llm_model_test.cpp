@@ -18,8 +18,8 @@
 
 #include "check.h"
 #include "llm/errors.h"
-#include "llm/model.h"
-#include "llm/request.h"
+#include "llm/model/model.h"
+#include "llm/model/request.h"
 #include "llm_reference.h"
 
 namespace {

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/kernels_ops.h"
-#include "llm/ops.h"
+#include "llm/kernels/kernels_ops.h"
+#include "llm/kernels/ops.h"
 #include "simd/pick.h"
 
 namespace {

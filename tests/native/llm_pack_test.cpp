@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/grouped.h"
-#include "llm/matrix.h"
-#include "llm/pack.h"
+#include "llm/pack/grouped.h"
+#include "llm/pack/matrix.h"
+#include "llm/pack/pack.h"
 #include "llm_shapes.h"
 #include "simd/convert.h"
 #include "simd/pick.h"

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "llm/quantise.h"
+#include "llm/pack/quantise.h"
 
 namespace {
 

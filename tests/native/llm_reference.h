@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "llm/spec.h"
+#include "llm/decoder/spec.h"
 
 namespace llm_reference {
 

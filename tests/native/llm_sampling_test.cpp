@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/sampling.h"
+#include "llm/model/sampling.h"
 
 namespace {
 

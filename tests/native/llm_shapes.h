@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/matrix.h"
+#include "llm/pack/matrix.h"
 #include "llm_matrices.h"
 #include "simd/isa.h"
 

@@ -11,8 +11,8 @@
 #include <system_error>
 #include <vector>
 
-#include "llm/matrix.h"
-#include "llm/weight_file.h"
+#include "llm/decoder/weight_file.h"
+#include "llm/pack/matrix.h"
 
 namespace {
 

@@ -341,17 +341,23 @@ def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_pa
 KERNELS = {
     "collectives, optimizers": ["comm/reduce_kernels.cpp"],
     "attention, sampling, rotary, norms, packing": [
-        "llm/kernels_append.cpp",
-        "llm/kernels_attention.cpp",
-        "llm/kernels_ops.cpp",
-        "llm/kernels_pack.cpp",
+        "llm/attention/kernels_append.cpp",
+        "llm/attention/kernels_attention.cpp",
+        "llm/kernels/kernels_ops.cpp",
+        "llm/pack/kernels_pack.cpp",
     ],
-    "a few tokens by int8 and int4 weights": ["llm/kernels_gemv.cpp", "llm/kernels_gemv_bits.cpp"],
-    "a few tokens by others": ["llm/kernels_gemv_float.cpp"],
-    "a prompt by bf16 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{pairs,tiles,bfmmla}.cpp"],
-    "a prompt by int4 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp"],
-    "a prompt by int8 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp"],
-    "a prompt by fp32 and fp16 weights": ["llm/kernels_gemm.cpp"],
+    "a few tokens by int8 and int4 weights": ["llm/kernels/kernels_gemv.cpp", "llm/kernels/kernels_gemv_bits.cpp"],
+    "a few tokens by others": ["llm/kernels/kernels_gemv_float.cpp"],
+    "a prompt by bf16 weights": ["llm/kernels/kernels_gemm.cpp", "llm/kernels/kernels_gemm_{pairs,tiles,bfmmla}.cpp"],
+    "a prompt by int4 weights": [
+        "llm/kernels/kernels_gemm.cpp",
+        "llm/kernels/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp",
+    ],
+    "a prompt by int8 weights": [
+        "llm/kernels/kernels_gemm.cpp",
+        "llm/kernels/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp",
+    ],
+    "a prompt by fp32 and fp16 weights": ["llm/kernels/kernels_gemm.cpp"],
 }
 
 

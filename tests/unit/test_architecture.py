@@ -74,6 +74,9 @@ ROOMS = {
     "serve": ("interface", "json_schema", "listening", "engine", "protocol", "requests", "api", "server", "ray"),
 }  # fmt: skip
 
+# The rooms of csrc/llm: ranks/ lies below forward/, whose pass exchanges what the ranks have computed.
+LLM_ROOMS = ("errors.h", "pack", "kernels", "attention", "decoder", "ranks", "forward", "draft", "model")
+
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
@@ -129,6 +132,17 @@ def test_rooms_import_only_what_stands_below_them(part: str) -> None:
         for other in found & mine.keys()
         if place(other) > place(name)
     ]
+    assert not wrong
+
+
+def test_rooms_of_the_native_decoder_include_only_what_stands_below_them() -> None:
+    folder = ROOT / "csrc" / "llm"
+    assert {path.name for path in folder.iterdir()} == set(LLM_ROOMS)
+    wrong = []
+    for path in [*folder.rglob("*.h"), *folder.rglob("*.cpp")]:
+        above = LLM_ROOMS[LLM_ROOMS.index(path.relative_to(folder).parts[0]) + 1 :]
+        included = re.findall(r'^#include "llm/(.*)"', path.read_text(), re.MULTILINE)
+        wrong += [f"{path.name} includes {name}" for name in included if name.startswith(above)]
     assert not wrong
 
 

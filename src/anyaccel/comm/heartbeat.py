@@ -149,7 +149,7 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
         made = _native.RankWatch(rank, size, addresses_for_others(), beat_s)
     except (OSError, ValueError, AnyAccelError) as problem:
         error = str(problem)
-    told = [json.loads(text) for text in exchange(json.dumps([made.card if made else "", error]))]
+    told = [json.loads(text) for text in exchange(json.dumps([made.endpoint if made else "", error]))]
     problems = [f"rank {number}: {text}" for number, (_, text) in enumerate(told) if text]
     if problems or made is None:
         logger.warning("ranks that are lost will not be named: %s", "; ".join(problems))

@@ -2,7 +2,7 @@
 """Quantises a model's linear layers into a compressed-tensors checkpoint ("pack-quantized"). Torch-free.
 
 The checkpoint is read by this package, by transformers with compressed-tensors, and by vLLM. int4 has a scale for each
-group of columns, the one with the least squared error that a search finds (csrc/llm/kernels_pack.cpp), and with
+group of columns, the one with the least squared error that a search finds (csrc/llm/pack/kernels_pack.cpp), and with
 `asymmetric` a zero point; int8 has a scale a row. Embedding, head, norms and routers stay in 16 bits: this package
 brings embedding and head to 8 bits a row when it loads the model with dtype int4 or int8.
 """

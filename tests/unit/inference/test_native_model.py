@@ -399,7 +399,7 @@ def test_linear(kind: str, tokens: int) -> None:
 def test_a_packed_matrix_has_the_size_of_its_layout(
     form: str, group: int, minimum: bool, cols: int, block: int
 ) -> None:
-    """csrc/llm/matrix.h and grouped.h: blocks of 16 rows, columns up to what a kernel reads at once, then scales."""
+    """csrc/llm/pack/matrix.h and grouped.h: blocks of 16 rows, columns to what a kernel reads at once, then scales."""
     for rows, blocks in ((1, 1), (16, 1), (70, 5)):
         assert _llm.Linear(rows, cols, form, group, minimum).bytes == blocks * block
 

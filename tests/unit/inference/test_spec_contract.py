@@ -21,7 +21,7 @@ from anyaccel.inference.spec.packed_formats import FORMATS
 from anyaccel.inference.spec.stored import spec_from_dict
 
 CSRC = Path(__file__).parents[3] / "csrc"
-HEADER = (CSRC / "llm" / "spec.h").read_text()
+HEADER = (CSRC / "llm/decoder/spec.h").read_text()
 READER = (CSRC / "bindings" / "llm_spec.cpp").read_text()
 # Python's class -> C++'s struct and the function that reads it.
 STRUCTS = {
@@ -108,7 +108,7 @@ def test_python_and_cpp_have_the_same_words_for_choices() -> None:
 
 
 def test_python_and_cpp_have_the_same_formats() -> None:
-    table = (CSRC / "llm" / "matrix.h").read_text()
+    table = (CSRC / "llm/pack/matrix.h").read_text()
     row = r'\{"(\w+)", (\d+), \{([-\d, ]+)\}(?:, Minima::(\w+))?(?:, \d)?(?:, (\w+))?\}'
     rows = re.findall(row, table)
     names = [name for name, *_ in rows]

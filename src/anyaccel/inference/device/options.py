@@ -15,7 +15,7 @@ GOALS = ("answer", "scores", "mean", "last")
 
 @dataclass
 class Options:
-    """As csrc/llm/sampling.h and request.h explain them. Drafts change no answer: this executor makes none."""
+    """As csrc/llm/model/sampling.h and request.h explain them. Drafts change no answer: this executor makes none."""
 
     do_sample: bool = False
     temperature: float = 1.0

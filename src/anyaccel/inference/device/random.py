@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator of csrc/llm/sampling.h: the same seed draws the same numbers whatever executes the model."""
+"""The generator of csrc/llm/model/sampling.h: the same seed draws the same numbers whatever executes the model."""
 
 from __future__ import annotations
 

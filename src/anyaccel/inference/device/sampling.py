@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens on the device, by the rules and in the order of csrc/llm/sampling.cpp; one copy to the host a step.
+"""Choosing tokens on the device, as csrc/llm/model/sampling.cpp does and in its order; one copy to the host a step.
 
 Letters: R rows of logits, V the vocabulary.
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommError, ModelError
 from anyaccel.inference.checkpoints.identity import weights_of
-from anyaccel.inference.native.between import choose_carrier, end_with_process
+from anyaccel.inference.native.transport import choose_transport, end_with_process
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.launch.cluster.address import addresses_for_others
 
@@ -67,11 +67,11 @@ def together(
         numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         addresses = addresses_for_others() if len(set(numbers)) > 1 else []
         wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
-        carrier = choose_carrier(hosts)
+        transport = choose_transport(hosts)
         timeout = env.ANYACCEL_COMM_TIMEOUT.get()
-        segment = native.model.create_segment(timeout, anonymous, numbers, addresses, wire, carrier)
+        segment = native.model.create_segment(timeout, anonymous, numbers, addresses, wire, transport)
         files = _contents(source, native.config) if source is not None and len(set(numbers)) > 1 else {}
-        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files, carrier]  # noqa: PTH115
+        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files, transport]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
     told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
@@ -83,7 +83,7 @@ def together(
     model = native.model
     cards = [other for other, _, _ in told]
     _compare(source, [files for *_, files, _ in cards])
-    _check_carriers([carrier.partition(":")[0] for *_, carrier in cards])
+    _check_transports([transport.partition(":")[0] for *_, transport in cards])
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
         model.connect([name for name, *_ in cards], [pid if space == card[2] else 0 for _, pid, space, *_ in cards])
@@ -96,7 +96,7 @@ def together(
     return native
 
 
-def _check_carriers(kinds: Sequence[str]) -> None:
+def _check_transports(kinds: Sequence[str]) -> None:
     """Raise a CommError, the same on each rank, where a rank has something else between hosts than rank 0."""
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:

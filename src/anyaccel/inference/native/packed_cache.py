@@ -7,7 +7,7 @@ of the source's files, the precision, the rank and the version of the layout; pa
 instruction set. Entries are made beside and renamed, under a lock, by `saving` while the model is at work already; the
 folder is the user's own (0700).
 
-The weights are mapped where that is safe (csrc/llm/weight_file.h), else read, and checked in full each time: the
+The weights are mapped where that is safe (csrc/llm/decoder/weight_file.h), else read, and checked in full each time: a
 checksum is computed as they come. Whatever does not fit is made again. What goes: entries whose source has changed or
 is gone, then the least recently used ones above ANYACCEL_PACKED_CACHE_BYTES.
 """

@@ -246,7 +246,7 @@ def each_weight(spec: DecoderSpec) -> Iterator[MatrixShape | VectorShape]:
     A spec may come from a damaged config: who looks each weight up in the file as it comes stops at the first layer or
     expert that the file lacks, however many the config says there are.
 
-    What they are is csrc/llm/weights.cpp's to say, and what their rows are.
+    What they are is csrc/llm/decoder/weights.cpp's to say, and what their rows are.
     """
     from anyaccel import _llm
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms that native code has matrices in: `kFormats` of csrc/llm/matrix.h for Python."""
+"""The forms that native code has matrices in: `kFormats` of csrc/llm/pack/matrix.h for Python."""
 
 from __future__ import annotations
 

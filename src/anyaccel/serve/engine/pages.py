@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-PAGE = 64  # tokens; kPageTokens in csrc/llm/attention.h
+PAGE = 64  # tokens; kPageTokens in csrc/llm/attention/attention.h
 
 
 def pages_of(tokens: int) -> int:

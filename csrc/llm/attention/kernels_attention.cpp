@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/attention/kernels_attention.h"
+
+#include <type_traits>
+
+#include "llm/attention/attention_nibbles.h"
+#include "llm/attention/attention_product.h"
+#include "simd/pick.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;
+
+// --- softmax of the scores of a tile's rows in one page. Scores are in units of log 2: 2^x costs less than e^x.
+
+// What is known of a task's rows. Arrays are read in whole vectors.
+struct Rows {
+  int64_t position[kTaskRows];
+  int64_t first_seen[kTaskRows];
+  float slope[kTaskRows];
+  float largest[kTaskRows + kLanes];  // score so far
+  float total[kTaskRows][kLanes];     // of 2^(score - largest), by lanes
+};
+
+// Scores of rows [first, first + count) become weights; factors are what their earlier sums are to be multiplied by.
+// Without branches on the scores, in loops over rows that do not wait for each other.
+template <bool kScaled, bool kChanged>
+void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t page_begin, const float* scales,
+           float cap, float* factors) {
+  float found[kTileRows + kLanes], shift[kTileRows + kLanes];
+  for (int r = 0; r < count; ++r) {
+    float* const s = scores + r * kPageTokens;
+    const int64_t position = rows.position[first + r];
+    const int64_t low = rows.first_seen[first + r] - page_begin, high = position + 1 - page_begin;
+    Vec top = broadcast(-kInfinity);
+    if (!kScaled && !kChanged && low <= 0 && high >= columns) {
+      for (int j = 0; j < columns; j += kLanes) top = max(load(s + j), top);
+      found[r] = largest(top);
+      continue;
+    }
+    for (int j = 0; j < columns; j += kLanes) {
+      Vec v = load(s + j);
+      if (kScaled) v = mul(v, load(scales + j));
+      if (kChanged) {
+        if (cap > 0) v = mul(broadcast(cap), tanh(mul(v, broadcast(1.0f / cap))));
+        v = fma(broadcast(rows.slope[first + r]), add(iota(), broadcast(static_cast<float>(page_begin + j - position))),
+                v);
+        v = mul(v, broadcast(kLog2E));
+      }
+      if (j < low || j + kLanes > high) {
+        const Vec index = add(iota(), broadcast(static_cast<float>(j)));
+        v = select(less(index, broadcast(static_cast<float>(low))), broadcast(-kInfinity), v);
+        v = select(less(index, broadcast(static_cast<float>(high))), v, broadcast(-kInfinity));
+      }
+      store(s + j, v);
+      top = max(v, top);
+    }
+    found[r] = largest(top);
+  }
+  for (int r = 0; r < count; r += kLanes) {
+    const int n = count - r < kLanes ? count - r : kLanes;
+    const Vec before = load_n(rows.largest + first + r, n, broadcast(0.0f));
+    const Vec now = max(load_n(found + r, n, broadcast(0.0f)), before);
+    const Mask none = equal(now, broadcast(-kInfinity));  // nothing seen yet
+    store_n(rows.largest + first + r, n, now);
+    store_n(shift + r, n, select(none, broadcast(0.0f), now));
+    store_n(factors + r, n, select(none, broadcast(1.0f), exp2(sub(before, now))));
+  }
+  for (int r = 0; r < count; ++r) {
+    float* const s = scores + r * kPageTokens;
+    const Vec subtract = broadcast(shift[r]);
+    Vec total = mul(load(rows.total[first + r]), broadcast(factors[r]));
+#pragma GCC unroll 4
+    for (int j = 0; j < columns; j += kLanes) {
+      Vec v = exp2(sub(load(s + j), subtract));
+      total = add(total, v);
+      if (kScaled) v = select(equal(v, broadcast(0.0f)), v, mul(v, load(scales + kPageTokens + j)));
+      store(s + j, v);
+    }
+    store(rows.total[first + r], total);
+  }
+}
+
+int64_t first_seen(const AttentionOptions& options, int64_t position) {
+  int64_t first = 0;
+  if (options.window > 0 && position - options.window + 1 > first) first = position - options.window + 1;
+  if (options.chunk > 0 && position / options.chunk * options.chunk > first)
+    first = position / options.chunk * options.chunk;
+  return first;
+}
+
+float exp2_of(float x) {
+  float result[kLanes];
+  store(result, exp2(broadcast(x)));
+  return result[0];
+}
+
+void copy_scaled(const float* from, float factor, int n, float* to) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), broadcast(factor)));
+  if (i < n) store_n(to + i, n - i, mul(load_n(from + i, n - i, broadcast(0.0f)), broadcast(factor)));
+}
+
+// 1 / (sum of weights), where a sink's weight is part of the sum; `total` is of 2^(score - largest).
+float normaliser(float largest_score, float total, const float* sink) {
+  if (sink == nullptr) return 1.0f / total;
+  const float score = *sink * kLog2E;
+  if (score <= largest_score) return 1.0f / (total + exp2_of(score - largest_score));
+  const float shrink = exp2_of(largest_score - score);
+  return shrink / (total * shrink + 1.0f);
+}
+
+struct I4 {};  // attention_nibbles.h
+
+template <class B>
+void attend_rows(const AttendTask& task) {
+  constexpr bool kNibbles = std::is_same_v<B, I4>, kScaled = std::is_same_v<B, I8>;
+  const HeadLayout& layout = *task.layout;
+  const AttentionOptions& options = *task.options;
+  const int k = layout.padded_head_dim, width = layout.padded_value_dim;
+  float* const q = task.scratch;
+  float* const sums = q + kTaskRows * k;
+  float* const scores = sums + kTaskRows * width;
+  [[maybe_unused]] RoundedQueries rounded(layout, scores + kTaskRows * kPageTokens);
+  const bool changed = options.softcap > 0 || options.alibi_slopes != nullptr;
+  const float scale = changed ? options.scale : options.scale * kLog2E;
+  Rows rows;
+  const auto token_of = [&](int r) { return (task.first_row + r) / task.group; };
+  const auto head_of = [&](int r) { return (task.first_row + r) % task.group; };
+  const auto query = [&](int r) { return task.q + token_of(r) * task.q_stride + head_of(r) * layout.head_dim; };
+  for (int r = 0; r < task.rows; ++r)  // far apart in memory, and written by other cores
+    for (int i = 0; i < layout.head_dim; i += 16) __builtin_prefetch(query(r) + i);
+  for (int r = 0; r < task.rows; ++r) {
+    copy_scaled(query(r), scale, layout.head_dim, q + r * k);
+    for (int i = layout.head_dim; i < k; ++i) q[r * k + i] = 0;
+    if constexpr (kNibbles) rounded.set(r, q + r * k, layout.head_dim, k);
+    for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, broadcast(0.0f));
+    rows.position[r] = task.position + token_of(r);
+    rows.first_seen[r] = first_seen(options, rows.position[r]);
+    rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head_of(r)];
+    rows.largest[r] = -kInfinity;
+    store(rows.total[r], broadcast(0.0f));
+  }
+  const auto weights = changed ? weigh<kScaled, true> : weigh<kScaled, false>;
+  const bool stream = task.rows <= kTileRows;  // memory bound: the next bytes are fetched during the arithmetic
+  for (int64_t page = task.begin / kPageTokens; page * kPageTokens < task.end; ++page) {
+    const uint8_t* const keys = task.pages[page] + task.offset;
+    const float* const scales = reinterpret_cast<const float*>(keys + layout.scales);
+    const int64_t page_begin = page * kPageTokens;
+    for (int first = 0; first < task.rows; first += kTileRows) {
+      const int count = task.rows - first < kTileRows ? task.rows - first : kTileRows;
+      const int64_t last = rows.position[first + count - 1] + 1;
+      const int64_t end = (last < task.end ? last : task.end) - page_begin;
+      if (end <= 0 || rows.first_seen[first] >= page_begin + kPageTokens) continue;
+      const int tokens = end < kPageTokens ? static_cast<int>(end) : kPageTokens;
+      const bool more = page_begin + kPageTokens < task.end;
+      const int blocks = (tokens + 15) / 16;
+      const uint8_t* const values = keys + layout.values;
+      const uint8_t* const after_keys = stream ? values : nullptr;
+      const uint8_t* const after_values = stream && more ? task.pages[page + 1] + task.offset : nullptr;
+      if (after_values != nullptr)
+        for (size_t at = layout.scales; at < layout.bytes; at += 64) __builtin_prefetch(after_values + at);
+      if constexpr (kNibbles)
+        score_nibbles(layout, keys, rounded, first, count, tokens, scores, after_keys);
+      else
+        multiply<B>({q + first * k, k, keys, layout.key_block_bytes, k, scores, kPageTokens, nullptr, after_keys},
+                    count, blocks);
+      float factors[kTileRows];
+      weights(rows, first, count, scores, 16 * blocks, page_begin, scales, options.softcap, factors);
+      if constexpr (kNibbles)
+        add_nibbles(layout, keys, scores, count, tokens, factors, sums + first * width, after_values);
+      else
+        multiply<B>({scores, kPageTokens, values, layout.value_block_bytes, tokens, sums + first * width, width,
+                     factors, after_values},
+                    count, width / 16);
+    }
+  }
+  for (int r = 0; r < task.rows; ++r) {
+    const float total = sum(load(rows.total[r]));
+    if (kNibbles) rotate_groups(sums + r * width, layout.value_dim);
+    if (task.out == nullptr) {
+      float* const to = task.partial + r * partial_floats(layout);
+      for (int i = 0; i < width; ++i) to[i] = sums[r * width + i];
+      to[width] = rows.largest[r];
+      to[width + 1] = total;
+      continue;
+    }
+    const float* const sink = options.sinks == nullptr ? nullptr : options.sinks + head_of(r);
+    copy_scaled(sums + r * width, normaliser(rows.largest[r], total, sink), layout.value_dim,
+                task.out + token_of(r) * task.out_stride + head_of(r) * layout.value_dim);
+  }
+}
+
+void attend_task(const AttendTask& task) {
+  switch (task.layout->format) {
+    case CacheFormat::f32:
+      return attend_rows<F32>(task);
+    case CacheFormat::bf16:
+      return attend_rows<BF16>(task);
+    case CacheFormat::i8:
+      return attend_rows<I8>(task);
+    case CacheFormat::i4:
+      return attend_rows<I4>(task);
+  }
+}
+
+void combine_row(const CombineTask& task) {
+  const int width = task.padded_value_dim;
+  const auto part = [&](int index) { return task.partials + index * task.part_stride; };
+  float top = -kInfinity;
+  for (int i = 0; i < task.parts; ++i)
+    if (part(i)[width] > top) top = part(i)[width];
+  float total = 0;
+  for (int i = 0; i < task.parts; ++i) total += exp2_of(part(i)[width] - top) * part(i)[width + 1];
+  const float factor = normaliser(top, total, task.sink);
+  for (int first = 0; first < task.value_dim; first += kLanes) {
+    Vec v = broadcast(0.0f);
+    for (int i = 0; i < task.parts; ++i) v = fma(broadcast(exp2_of(part(i)[width] - top)), load(part(i) + first), v);
+    const int rest = task.value_dim - first;
+    if (rest >= kLanes)
+      store(task.out + first, mul(v, broadcast(factor)));
+    else
+      store_n(task.out + first, rest, mul(v, broadcast(factor)));
+  }
+}
+
+constexpr AttentionKernels kKernels{attend_task, combine_row};
+
+}  // namespace
+}  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::AttentionKernels, anyaccel::llm::kKernels)

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/decoder/spec.h"
+
+#include <cmath>
+
+#include "llm/errors.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr int64_t kMost = int64_t{1} << 24;  // of any width or count: products of two stay far from overflow
+
+[[noreturn]] void fail(const std::string& where, const std::string& what) {
+  throw UsageError("decoder spec: " + where + what);
+}
+
+void in_range(const std::string& where, const char* name, int64_t value, int64_t least, int64_t most = kMost) {
+  if (value < least || value > most)
+    fail(where, std::string(name) + " is " + std::to_string(value) + ", must be " + std::to_string(least) + " to " +
+                    std::to_string(most));
+}
+
+void check_attention(const std::string& where, const AttentionSpec& a, const DecoderSpec& spec) {
+  in_range(where, "heads", a.heads, 1, 1 << 16);
+  in_range(where, "kv_heads", a.kv_heads, 1, a.heads);
+  in_range(where, "kv_copies", a.kv_copies, 1, spec.size);
+  in_range(where, "head_dim", a.head_dim, 1, 1 << 14);
+  in_range(where, "value_dim", a.value_dim, 1, 1 << 14);
+  if (a.heads % a.kv_heads != 0)
+    fail(where, std::to_string(a.heads) + " heads are not a multiple of " + std::to_string(a.kv_heads) + " kv_heads");
+  in_range(where, "rope", a.rope, -1, static_cast<int64_t>(spec.ropes.size()) - 1);
+  in_range(where, "window", a.window, 0, INT32_MAX);
+  in_range(where, "chunk", a.chunk, 0, INT32_MAX);
+  if (a.rope >= 0) {
+    const RopeSpec& rope = spec.ropes[static_cast<size_t>(a.rope)];
+    const int64_t rotated = 2 * static_cast<int64_t>(rope.inv_freq.size());
+    if (rope.first < 0 || rope.first + rotated > a.head_dim)
+      fail(where, "rope rotates " + std::to_string(rotated) + " values from " + std::to_string(rope.first) +
+                      " on, of heads of " + std::to_string(a.head_dim));
+  }
+  if (!a.alibi.empty() && a.alibi.size() != static_cast<size_t>(a.heads))
+    fail(where, std::to_string(a.alibi.size()) + " alibi slopes for " + std::to_string(a.heads) + " heads");
+  if (a.mla) {
+    in_range(where, "mla.q_rank", a.mla->q_rank, 0);
+    in_range(where, "mla.kv_rank", a.mla->kv_rank, 1);
+    in_range(where, "mla.nope_dim", a.mla->nope_dim, 0, a.head_dim);
+    in_range(where, "mla.rope_dim", a.mla->rope_dim, 0, a.head_dim);
+    if (a.mla->nope_dim + a.mla->rope_dim != a.head_dim || a.kv_heads != a.heads)
+      fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
+    if (a.qk_norm) fail(where, "mla has no qk_norm");
+  }
+}
+
+void check_mlp(const std::string& where, const MlpSpec& mlp) { in_range(where, "features", mlp.features, 1); }
+
+void check_layer(const std::string& where, const LayerSpec& layer, const DecoderSpec& spec) {
+  check_attention(where, layer.attention, spec);
+  if (layer.mlp.has_value() == layer.moe.has_value()) fail(where, "needs an mlp or a moe");
+  if (layer.mlp) check_mlp(where, *layer.mlp);
+  if (layer.moe) {
+    const MoeSpec& moe = *layer.moe;
+    in_range(where, "experts", moe.experts, 1, 1 << 16);
+    in_range(where, "top_k", moe.top_k, 1, moe.experts);
+    in_range(where, "groups", moe.groups, 1, moe.experts);
+    in_range(where, "top_groups", moe.top_groups, 1, moe.groups);
+    if (moe.experts % moe.groups != 0) fail(where, "experts are not a multiple of groups");
+    if (moe.experts / moe.groups * moe.top_groups < moe.top_k) fail(where, "top_groups have fewer than top_k experts");
+    check_mlp(where, moe.expert);
+    if (moe.shared) check_mlp(where, *moe.shared);
+    if (moe.shared_gate && !moe.shared) fail(where, "shared_gate without shared");
+  }
+  if (layer.parallel && (layer.attn_post_norm || layer.mlp_post_norm || layer.residual_from_norm))
+    fail(where, "parallel layers have no post norms and no residual_from_norm");
+  if (layer.parallel && layer.moe) fail(where, "parallel layers with experts are not supported");
+}
+
+}  // namespace
+
+void check(const DecoderSpec& spec) {
+  in_range("", "vocab", spec.vocab, 1, INT32_MAX);
+  in_range("", "hidden", spec.hidden, 1);
+  in_range("", "layers", static_cast<int64_t>(spec.layers.size()), 1, 1 << 16);
+  in_range("", "positions", spec.positions, 0, INT32_MAX);
+  in_range("", "position_offset", spec.position_offset, 0, INT32_MAX);
+  in_range("", "max_tokens", spec.max_tokens, 0, INT32_MAX);
+  in_range("", "size", spec.size, 1, 1024);
+  in_range("", "rank", spec.rank, 0, spec.size - 1);
+  in_range("", "stages", spec.stages, 1, 1024);
+  in_range("", "stage", spec.stage, 0, spec.stages - 1);
+  in_range("", "first_layer", spec.first_layer, spec.stage, spec.is_first_stage() ? 0 : 1 << 16);
+  if (spec.vocab_count < 0 || spec.vocab_first < 0 || spec.vocab_first + spec.vocab_count > spec.vocab)
+    fail("", "rows " + std::to_string(spec.vocab_first) + " + " + std::to_string(spec.vocab_count) +
+                 " of a vocabulary of " + std::to_string(spec.vocab));
+  if (spec.size == 1 && spec.own_vocab() != spec.vocab) fail("", "one rank has the whole vocabulary");
+  if (spec.positions > 0 && (spec.max_tokens == 0 || spec.max_tokens + spec.position_offset > spec.positions))
+    fail("",
+         "max_tokens is " + std::to_string(spec.max_tokens) + " with " + std::to_string(spec.positions) + " positions");
+  for (const RopeSpec& rope : spec.ropes) {
+    in_range("", "inv_freq", static_cast<int64_t>(rope.inv_freq.size()), 1, 1 << 13);
+    if (!rope.long_inv_freq.empty() && rope.long_inv_freq.size() != rope.inv_freq.size())
+      fail("", "long_inv_freq and inv_freq have different sizes");
+  }
+  for (size_t i = 0; i < spec.layers.size(); ++i)
+    check_layer("layer " + std::to_string(i) + ": ", spec.layers[i], spec);
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a decoder computes, as data: the fields of src/anyaccel/inference/spec/decoder.py, which explains them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llm/kernels/ops.h"
+#include "llm/pack/matrix.h"
+
+namespace anyaccel::llm {
+
+struct NormSpec {
+  NormKind kind = NormKind::rms;
+  float eps = 1e-5f;
+  bool weight = true;
+  bool bias = false;
+};
+
+struct RopeSpec {
+  std::vector<double> inv_freq;
+  double scale = 1;
+  bool interleaved = false;
+  int first = 0;
+  std::vector<double> long_inv_freq;
+  double long_scale = 1;
+  int64_t long_from = 0;
+  double dynamic_base = 0;
+  double dynamic_factor = 1;
+  int64_t dynamic_from = 0;
+};
+
+struct QkNormSpec {
+  NormSpec norm;
+  bool across = false;
+  bool own_weights = false;
+  bool after_rope = false;
+};
+
+struct MlaSpec {
+  int q_rank = 0;
+  int kv_rank = 0;
+  int nope_dim = 0;
+  int rope_dim = 0;
+  std::optional<NormSpec> q_norm;
+  NormSpec kv_norm;
+};
+
+struct AttentionSpec {
+  int heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  int value_dim = 0;
+  float scale = 1;
+  int rope = -1;
+  int window = 0;
+  int chunk = 0;
+  float softcap = 0;
+  std::vector<float> alibi;
+  bool sinks = false;
+  float clip = 0;
+  bool qkv_bias = false;
+  bool out_bias = false;
+  std::optional<QkNormSpec> qk_norm;
+  std::optional<MlaSpec> mla;
+  int kv_copies = 1;
+};
+
+struct MlpSpec {
+  int64_t features = 0;
+  Activation activation = Activation::silu;
+  bool gated = true;
+  bool bias = false;
+  bool out_bias = false;
+};
+
+struct MoeSpec {
+  enum class Scoring : uint8_t { none, softmax, sigmoid };
+  enum class GroupScore : uint8_t { max, top2 };
+
+  int experts = 0;
+  int top_k = 0;
+  MlpSpec expert;
+  Scoring scoring = Scoring::softmax;
+  bool normalise = true;
+  bool softmax_after = false;
+  float scale = 1;
+  int groups = 1;
+  int top_groups = 1;
+  GroupScore group_score = GroupScore::max;
+  bool router_bias = false;
+  bool choice_bias = false;
+  std::optional<MlpSpec> shared;
+  bool shared_gate = false;
+};
+
+struct LayerSpec {
+  AttentionSpec attention;
+  std::optional<MlpSpec> mlp;  // one of the two
+  std::optional<MoeSpec> moe;
+  std::optional<NormSpec> attn_norm;
+  std::optional<NormSpec> attn_post_norm;
+  std::optional<NormSpec> mlp_norm;
+  std::optional<NormSpec> mlp_post_norm;
+  bool parallel = false;
+  float residual_scale = 1;
+  bool residual_from_norm = false;
+};
+
+struct DecoderSpec {
+  int64_t vocab = 0;
+  int64_t hidden = 0;
+  std::vector<LayerSpec> layers;
+  std::optional<NormSpec> final_norm;
+  std::vector<RopeSpec> ropes;
+  float embedding_scale = 1;
+  std::optional<NormSpec> embedding_norm;
+  int64_t positions = 0;
+  int64_t position_offset = 0;
+  bool tied = false;
+  bool head_bias = false;
+  float logits_scale = 1;
+  float logits_softcap = 0;
+  int64_t max_tokens = 0;
+  int rank = 0;
+  int size = 1;
+  int64_t vocab_first = 0;
+  int64_t vocab_count = 0;
+  int stage = 0;
+  int stages = 1;
+  int first_layer = 0;
+
+  bool is_first_stage() const { return stage == 0; }
+  bool is_last_stage() const { return stage == stages - 1; }
+  int64_t own_vocab() const { return vocab_count > 0 ? vocab_count : vocab; }
+};
+
+// Throws UsageError for sizes that do not fit together; what passes is safe to compute with.
+void check(const DecoderSpec& spec);
+
+// Of sizes that are not checked yet: larger than memory can be, and still far from overflow.
+constexpr int64_t kMostSize = int64_t{1} << 60;
+
+inline int64_t product(int64_t a, int64_t b) {
+  int64_t result;
+  return __builtin_mul_overflow(a, b, &result) || result > kMostSize ? kMostSize : result;
+}
+
+// Width of a token's raw queries, keys and values (MLA: of the queries only).
+inline int64_t qkv_rows(const AttentionSpec& a) {
+  return product(a.heads, a.head_dim) + product(a.kv_heads, int64_t{a.head_dim} + a.value_dim);
+}
+
+}  // namespace anyaccel::llm

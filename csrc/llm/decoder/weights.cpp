@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/decoder/weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <mutex>
+
+#include "llm/errors.h"
+#include "simd/convert.h"
+
+namespace anyaccel::llm {
+namespace {
+
+using namespace simd;
+
+constexpr size_t kAlign = 64;
+size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+float load_value(const uint8_t* at, SourceType type) {
+  switch (type) {
+    case SourceType::f32: {
+      float value;
+      std::memcpy(&value, at, sizeof value);
+      return value;
+    }
+    case SourceType::f64: {
+      double value;
+      std::memcpy(&value, at, sizeof value);
+      return static_cast<float>(value);
+    }
+    case SourceType::f16:
+    case SourceType::bf16: {
+      uint16_t bits;
+      std::memcpy(&bits, at, sizeof bits);
+      return type == SourceType::f16 ? from_f16(bits) : from_bf16(bits);
+    }
+    default:
+      throw UsageError("a vector comes from f32, f16, bf16 or f64");
+  }
+}
+
+// The one list of a decoder's weights, in the order in which a step reads them; what is made of each is the heirs'.
+class WeightWalk {
+ public:
+  explicit WeightWalk(int64_t hidden) : hidden_(hidden) {}
+  virtual ~WeightWalk() = default;
+
+  // What comes before the layers.
+  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm) {
+    if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
+    if (!spec.is_first_stage()) return;
+    if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
+    norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
+  }
+
+  // What comes after them; a tied head is the embedding.
+  void after(const DecoderSpec& spec, LinearWeights& head, Norm& final_norm) {
+    if (!spec.is_last_stage()) return;
+    norm("final_norm", spec.final_norm, hidden_, final_norm);
+    if (!spec.tied) matrix("head", spec.own_vocab(), hidden_, head);
+    if (spec.head_bias) head.bias = vector("head.bias", spec.own_vocab());
+  }
+
+  void layer(const std::string& at, const LayerSpec& spec, int experts, LayerWeights& out) {
+    norm(at + "attn_norm", spec.attn_norm, hidden_, out.attn_norm);
+    attention(at, spec.attention, out);
+    norm(at + "attn_post_norm", spec.attn_post_norm, hidden_, out.attn_post_norm);
+    norm(at + "mlp_norm", spec.mlp_norm, hidden_, out.mlp_norm);
+    if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
+    if (spec.moe) {
+      const MoeSpec& moe = *spec.moe;
+      matrix(at + "router", moe.experts, hidden_, out.router, moe.router_bias);
+      if (moe.choice_bias) out.choice_bias = vector(at + "router.choice_bias", moe.experts);
+      if (moe.shared) mlp(at + "shared", *moe.shared, out.shared);
+      if (moe.shared_gate) matrix(at + "shared_gate", 1, hidden_, out.shared_gate);
+      out.experts.resize(static_cast<size_t>(experts));
+      for (int i = 0; i < experts; ++i)
+        mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
+    }
+    norm(at + "mlp_post_norm", spec.mlp_post_norm, hidden_, out.mlp_post_norm);
+  }
+
+ private:
+  // `parts` matrices of equal size under one name, each in a LinearWeights of its own.
+  virtual void matrices(const std::string& name, int64_t rows, int64_t cols,
+                        const std::vector<LinearWeights*>& parts) = 0;
+  virtual const float* vector(const std::string& name, int64_t count) = 0;
+
+  void linear(const std::string& name, int64_t rows, int64_t cols, bool bias,
+              const std::vector<LinearWeights*>& parts) {
+    matrices(name, rows, cols, parts);
+    if (!bias) return;
+    const float* values = vector(name + ".bias", rows);
+    const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
+    for (size_t i = 0; i < parts.size() && values != nullptr; ++i)
+      parts[i]->bias = values + static_cast<int64_t>(i) * part_rows;
+  }
+
+  void matrix(const std::string& name, int64_t rows, int64_t cols, LinearWeights& out, bool bias = false) {
+    linear(name, rows, cols, bias, {&out});
+  }
+
+  void norm(const std::string& name, const std::optional<NormSpec>& spec, int64_t count, Norm& out) {
+    out = Norm{NormKind::none, 0, nullptr, nullptr};
+    if (!spec) return;
+    out.kind = spec->kind;
+    out.eps = spec->eps;
+    if (spec->weight) out.weight = vector(name + ".weight", count);
+    if (spec->bias) out.bias = vector(name + ".bias", count);
+  }
+
+  void mlp(const std::string& name, const MlpSpec& spec, MlpWeights& out) {
+    out.activation = spec.activation;
+    if (spec.gated)
+      linear(name + ".gate_up", product(2, spec.features), hidden_, spec.bias, {&out.gate, &out.up});
+    else
+      matrix(name + ".gate_up", spec.features, hidden_, out.gate, spec.bias);
+    matrix(name + ".down", hidden_, spec.features, out.down, spec.out_bias);
+  }
+
+  // Rows of `qkv` are queries, keys, values; of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and kv_b_proj, `kv_a` as
+  // in kv_a_proj_with_mqa (latent, then rotated part).
+  void attention(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
+    if (a.mla) {
+      const MlaSpec& m = *a.mla;
+      if (m.q_rank > 0) {
+        matrix(at + "q_a", m.q_rank, hidden_, out.q_a, a.qkv_bias);
+        norm(at + "q_a_norm", m.q_norm, m.q_rank, out.q_a_norm);
+      }
+      matrix(at + "q_b", product(a.heads, a.head_dim), m.q_rank > 0 ? m.q_rank : hidden_, out.q_b);
+      matrix(at + "kv_a", int64_t{m.kv_rank} + m.rope_dim, hidden_, out.kv_a, a.qkv_bias);
+      norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
+      matrix(at + "kv_b", product(a.heads, int64_t{m.nope_dim} + a.value_dim), m.kv_rank, out.kv_b);
+    } else {
+      matrix(at + "qkv", qkv_rows(a), hidden_, out.qkv, a.qkv_bias);
+    }
+    if (a.qk_norm) {
+      const bool each = a.qk_norm->across || a.qk_norm->own_weights;
+      norm(at + "q_norm", a.qk_norm->norm, product(a.head_dim, each ? a.heads : 1), out.q_norm);
+      norm(at + "k_norm", a.qk_norm->norm, product(a.head_dim, each ? a.kv_heads : 1), out.k_norm);
+    }
+    if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
+    matrix(at + "o", hidden_, product(a.heads, a.value_dim), out.o, a.out_bias);
+  }
+
+  int64_t hidden_;
+};
+
+class List : public WeightWalk {
+ public:
+  using WeightWalk::WeightWalk;
+  std::vector<WantedWeight> found;
+
+ private:
+  void matrices(const std::string& name, int64_t rows, int64_t cols, const std::vector<LinearWeights*>&) override {
+    found.push_back({name, rows, cols});
+  }
+  const float* vector(const std::string& name, int64_t count) override {
+    found.push_back({name, count, 0});
+    return nullptr;
+  }
+};
+
+}  // namespace
+
+std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
+  List list(spec.hidden);
+  LinearWeights linear;
+  Norm norm;
+  list.before(spec, linear, linear, norm);
+  list.after(spec, linear, norm);
+  return list.found;
+}
+
+std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden) {
+  List list(hidden);
+  LayerWeights out;
+  list.layer("", layer, 1, out);
+  return list.found;
+}
+
+// Checks the given lists against the walk. Runs twice: the first time it counts bytes, the second time it hands out
+// memory.
+class Weights::Builder final : WeightWalk {
+ public:
+  Builder(Weights& weights, const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
+          const std::vector<VectorEntry>& vectors)
+      : WeightWalk(spec.hidden), weights_(weights), spec_(spec) {
+    for (const MatrixEntry& entry : matrices)
+      if (!matrices_.emplace(entry.name, &entry).second) fail("weight '" + entry.name + "' is listed twice");
+    for (const VectorEntry& entry : vectors)
+      if (matrices_.contains(entry.name) || !vectors_.emplace(entry.name, &entry).second)
+        fail("weight '" + entry.name + "' is listed twice");
+  }
+
+  size_t run(uint8_t* memory) {
+    memory_ = memory;
+    offset_ = 0;
+    used_ = 0;
+    LinearWeights embed, positions;
+    before(spec_, embed, positions, weights_.embed_norm);
+    weights_.embed = embed.w;
+    weights_.positions = positions.w;
+    weights_.layers.resize(spec_.layers.size());
+    for (size_t i = 0; i < spec_.layers.size(); ++i) {
+      const LayerSpec& each = spec_.layers[i];
+      const std::string at = "layers." + std::to_string(static_cast<size_t>(spec_.first_layer) + i) + ".";
+      layer(at, each, each.moe ? each.moe->experts : 0, weights_.layers[i]);
+    }
+    if (spec_.tied && spec_.is_last_stage()) weights_.head.w = weights_.embed;
+    after(spec_, weights_.head, weights_.final_norm);
+    const size_t given = matrices_.size() + vectors_.size();
+    if (used_ != given) unknown();
+    return offset_;
+  }
+
+ private:
+  [[noreturn]] static void fail(const std::string& what) { throw UsageError(what); }
+
+  [[noreturn]] void unknown() {
+    for (const auto& [name, entry] : matrices_)
+      if (!wanted_.contains(name)) fail("weight '" + name + "' is not one of this decoder");
+    for (const auto& [name, entry] : vectors_)
+      if (!wanted_.contains(name)) fail("weight '" + name + "' is not one of this decoder");
+    fail("a weight is not one of this decoder");
+  }
+
+  uint8_t* take(size_t bytes) {
+    uint8_t* at = memory_ == nullptr ? nullptr : memory_ + offset_;
+    if (bytes > SIZE_MAX / 2 - offset_) fail("the weights are larger than memory can be");
+    offset_ += aligned(bytes);
+    return at;
+  }
+
+  void matrices(const std::string& name, int64_t rows, int64_t cols,
+                const std::vector<LinearWeights*>& parts) override {
+    const auto found = matrices_.find(name);
+    if (found == matrices_.end()) fail("weight '" + name + "' is missing from the list of matrices");
+    const MatrixEntry& entry = *found->second;
+    if (entry.rows != rows || entry.cols != cols)
+      fail("weight '" + name + "' is listed with " + std::to_string(entry.rows) + " x " + std::to_string(entry.cols) +
+           ", this decoder needs " + std::to_string(rows) + " x " + std::to_string(cols));
+    wanted_.emplace(name, true);
+    ++used_;
+    const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
+    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum};
+    try {
+      check(shape);
+    } catch (const std::invalid_argument& error) {
+      fail("weight '" + name + "': " + error.what());
+    }
+    Slot slot;
+    slot.rows = rows;
+    slot.cols = cols;
+    slot.missing = rows;
+    for (LinearWeights* part : parts) {
+      uint8_t* at = take(shape.bytes());
+      if (memory_ == nullptr) continue;
+      part->w = Matrix(shape, weights_.memory_, at);
+      slot.parts.push_back(part->w);
+    }
+    if (memory_ != nullptr) {
+      slot.set.resize(static_cast<size_t>(rows));
+      weights_.slots_.emplace(name, std::move(slot));
+    }
+  }
+
+  const float* vector(const std::string& name, int64_t count) override {
+    const auto found = vectors_.find(name);
+    if (found == vectors_.end()) fail("weight '" + name + "' is missing from the list of vectors");
+    if (found->second->count != count)
+      fail("weight '" + name + "' is listed with " + std::to_string(found->second->count) +
+           " values, this decoder needs " + std::to_string(count));
+    wanted_.emplace(name, true);
+    ++used_;
+    auto* at = reinterpret_cast<float*>(take(static_cast<size_t>(count) * sizeof(float)));
+    if (memory_ == nullptr) return nullptr;
+    Slot slot;
+    slot.vector = at;
+    slot.rows = slot.missing = count;
+    slot.set.resize(static_cast<size_t>(count));
+    weights_.slots_.emplace(name, std::move(slot));
+    return at;
+  }
+
+  Weights& weights_;
+  const DecoderSpec& spec_;
+  std::unordered_map<std::string, const MatrixEntry*> matrices_;
+  std::unordered_map<std::string, const VectorEntry*> vectors_;
+  std::unordered_map<std::string, bool> wanted_;
+  uint8_t* memory_ = nullptr;
+  size_t offset_ = 0;
+  size_t used_ = 0;
+};
+
+Weights::Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
+                 const std::vector<VectorEntry>& vectors) {
+  Builder builder(*this, spec, matrices, vectors);
+  bytes_ = builder.run(nullptr);
+  memory_ = allocate_weights(bytes_);
+  builder.run(data());
+}
+
+Weights::Slot& Weights::find(const std::string& name, bool matrix, int64_t first, int64_t count) {
+  if (finished_) throw UsageError("weights are set before finish()");
+  const auto found = slots_.find(name);
+  if (found == slots_.end() || found->second.parts.empty() == matrix)
+    throw UsageError("this decoder has no " + std::string(matrix ? "matrix" : "vector") + " '" + name + "'");
+  Slot& slot = found->second;
+  if (first < 0 || count < 0 || first > slot.rows || count > slot.rows - first)
+    throw UsageError("'" + name + "' has " + std::to_string(slot.rows) + (matrix ? " rows" : " values") + ", not " +
+                     std::to_string(first) + " + " + std::to_string(count));
+  return slot;
+}
+
+void Weights::mark(Slot& slot, int64_t first, int64_t count) {
+  if (slot.missing == 0) return;
+  for (int64_t row = first; row < first + count; ++row) {
+    if (slot.set[static_cast<size_t>(row)]) continue;
+    slot.set[static_cast<size_t>(row)] = true;
+    --slot.missing;
+  }
+}
+
+void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
+                       const int64_t* order) {
+  Slot& slot = find(name, true, first, count);
+  const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
+  std::mutex mutex;
+  std::exception_ptr failure;
+  team.run([&](int thread) {
+    try {
+      for (size_t part = 0; part < slot.parts.size(); ++part) {
+        const int64_t start = static_cast<int64_t>(part) * part_rows;
+        const int64_t low = std::max(first, start) - start, high = std::min(first + count, start + part_rows) - start;
+        if (low >= high) continue;
+        // Whole blocks of what is given for each thread: rows of one block are packed by one.
+        const int64_t block = low / kBlockRows;
+        const Range blocks = part_of((high + kBlockRows - 1) / kBlockRows - block, thread, team.size());
+        const int64_t begin = start + std::max(low, (block + blocks.begin) * kBlockRows);
+        const int64_t end = start + std::min(high, (block + blocks.end) * kBlockRows);
+        if (begin >= end) continue;
+        Source from = source;
+        if (order == nullptr) from.data = static_cast<const char*>(source.data) + (begin - first) * source.row_stride;
+        slot.parts[part].set_rows(begin - start, end - begin, from,
+                                  order == nullptr ? nullptr : order + (begin - first));
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
+  mark(slot, first, count);
+}
+
+void Weights::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
+                                 const float* scales, const float* minima) {
+  Slot& slot = find(name, true, first, count);
+  const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
+  const Shape& shape = slot.parts.front().shape();
+  const int64_t groups = shape.group > 0 ? (shape.cols + shape.group - 1) / shape.group : 1;
+  if (shape.minimum != (minima != nullptr))
+    throw UsageError("'" + name + (shape.minimum ? "' needs minima" : "' has no minima"));
+  for (size_t part = 0; part < slot.parts.size(); ++part) {
+    const int64_t start = static_cast<int64_t>(part) * part_rows;
+    const int64_t begin = std::max(first, start), end = std::min(first + count, start + part_rows);
+    if (begin >= end) continue;
+    const int64_t skip = begin - first;
+    slot.parts[part].set_quantised_rows(begin - start, end - begin, q + skip * shape.cols, scales + skip * groups,
+                                        minima == nullptr ? nullptr : minima + skip * groups);
+  }
+  mark(slot, first, count);
+}
+
+void Weights::set_vector(const std::string& name, int64_t first, int64_t count, const void* values, SourceType type,
+                         int64_t stride, float plus) {
+  Slot& slot = find(name, false, first, count);
+  const auto* at = static_cast<const uint8_t*>(values);
+  for (int64_t i = 0; i < count; ++i) slot.vector[first + i] = load_value(at + i * stride, type) + plus;
+  mark(slot, first, count);
+}
+
+void Weights::set_all() {
+  for (auto& [name, slot] : slots_) slot.missing = 0;
+}
+
+void Weights::finish() {
+  size_t missing = 0;
+  std::string first;
+  for (const auto& [name, slot] : slots_) {
+    if (slot.missing == 0) continue;
+    if (missing++ == 0 || name < first) first = name;
+  }
+  if (missing > 0)
+    throw ModelError(std::to_string(missing) + " weights were not set or not in full, '" + first + "' among them (" +
+                     std::to_string(slots_[first].missing) + " of " + std::to_string(slots_[first].rows) +
+                     " rows missing)");
+  finished_ = true;
+  slots_.clear();
+}
+
+Weights::Load Weights::load(const DecoderSpec& spec) const {
+  Load all;
+  const auto add = [&all](const LinearWeights& one, double times = 1) {
+    if (one.w.empty()) return;
+    const Shape& shape = one.w.shape();
+    all.bytes += times * static_cast<double>(shape.bytes());
+    all.products += times * static_cast<double>(shape.rows) * static_cast<double>(shape.cols);
+  };
+  const auto add_mlp = [&add](const MlpWeights& mlp, double times = 1) {
+    for (const LinearWeights* one : {&mlp.gate, &mlp.up, &mlp.down}) add(*one, times);
+  };
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerWeights& layer = layers[i];
+    for (const LinearWeights* one :
+         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate})
+      add(*one);
+    add_mlp(layer.mlp);
+    add_mlp(layer.shared);
+    const auto count = static_cast<double>(layer.experts.size());
+    if (count == 0) continue;
+    const double share = std::min(1.0, spec.layers[i].moe->top_k / count);
+    for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
+  }
+  add(head);
+  return all;
+}
+
+}  // namespace anyaccel::llm

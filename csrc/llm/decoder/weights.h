@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// A decoder's weights: one block of memory with every packed matrix and every vector, by name.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "common/team.h"
+#include "llm/decoder/spec.h"
+#include "llm/kernels/ops.h"
+#include "llm/pack/matrix.h"
+
+namespace anyaccel::llm {
+
+// What a decoder wants: a matrix [rows, cols], or a vector of `rows` values, whose `cols` is 0.
+struct WantedWeight {
+  std::string name;
+  int64_t rows, cols;
+};
+// Of a stage, its own ones; the numbers of its layers begin at first_layer.
+// The weights beside those of layers, and those of one layer without its "layers.N.". Of a layer's experts, which are
+// alike, only the first one's: a damaged configuration may speak of any number. Neither asks whether the sizes are
+// sensible; those that are larger than any memory come out as kMostSize.
+std::vector<WantedWeight> outer_weights(const DecoderSpec& spec);
+std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden);
+
+// As spec/decoder.py's MatrixShape and VectorShape.
+struct MatrixEntry {
+  std::string name;
+  int64_t rows, cols;
+  Format format;
+  int group;
+  bool minimum;
+};
+struct VectorEntry {
+  std::string name;
+  int64_t count;
+};
+
+struct LinearWeights {
+  Matrix w;
+  const float* bias = nullptr;
+};
+
+// Gates and ups are two matrices, so that a thread's part of both has the same rows. Not gated: `up` is empty.
+struct MlpWeights {
+  LinearWeights gate, up, down;
+  Activation activation = Activation::silu;
+};
+
+struct LayerWeights {
+  Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm;
+  LinearWeights qkv, o;
+  LinearWeights q_a, q_b, kv_a, kv_b;  // MLA; queries without a latent have no q_a
+  Norm q_norm, k_norm, q_a_norm, kv_a_norm;
+  const float* sinks = nullptr;
+  MlpWeights mlp;
+  LinearWeights router;
+  const float* choice_bias = nullptr;
+  std::vector<MlpWeights> experts;
+  MlpWeights shared;
+  LinearWeights shared_gate;
+};
+
+class Weights {
+ public:
+  // Throws UsageError when the lists are not what `spec` needs (outer_weights() and layer_weights()), std::bad_alloc.
+  Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors);
+
+  size_t bytes() const { return bytes_; }
+  uint8_t* data() { return static_cast<uint8_t*>(memory_.get()); }
+
+  // See Matrix. Divided among the team. Throw UsageError (unknown name, rows outside), std::invalid_argument.
+  void set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
+                const int64_t* order);
+  void set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q, const float* scales,
+                          const float* minima);
+  void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
+                  int64_t stride, float plus);
+  // Marks every weight as set, after all of them were read from a file.
+  void set_all();
+  // Throws ModelError when something was not set.
+  void finish();
+
+  // What a pass over one token takes: the bytes of matrices that it reads, and how many products of two numbers. Of
+  // experts as many as a token has. 1 at least.
+  struct Load {
+    double bytes = 1, products = 1;
+  };
+  Load load(const DecoderSpec& spec) const;
+
+  Matrix embed, positions;
+  LinearWeights head;
+  Norm embed_norm, final_norm;
+  std::vector<LayerWeights> layers;
+
+ private:
+  struct Slot {
+    std::vector<Matrix> parts;  // of equal size, one after another
+    float* vector = nullptr;
+    int64_t rows;  // of all parts, or values
+    int64_t cols = 0;
+    std::vector<bool> set;  // by row; empty when all are
+    int64_t missing;
+  };
+  class Builder;
+
+  Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
+  static void mark(Slot& slot, int64_t first, int64_t count);
+
+  size_t bytes_ = 0;
+  std::shared_ptr<void> memory_;
+  std::unordered_map<std::string, Slot> slots_;
+  bool finished_ = false;
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/decoder/workspace.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace anyaccel::llm {
+
+Buffer::Buffer(int64_t count) {
+  const size_t bytes = (static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(float) + 63) / 64 * 64;
+  auto* memory = static_cast<float*>(std::aligned_alloc(64, bytes));
+  if (memory == nullptr) throw std::bad_alloc();
+  memory_.reset(memory);
+}
+
+void Buffer::Free::operator()(float* memory) const noexcept { std::free(memory); }
+
+void Inputs::reserve(const std::vector<Shape>& shapes, int64_t tokens) {
+  for (const Shape& shape : shapes) {
+    auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return same(s.shape, shape); });
+    if (slot == slots_.end()) {
+      slots_.push_back({shape, Input()});
+      slot = slots_.end() - 1;
+    }
+    slot->input.reserve(shape, tokens);
+  }
+}
+
+void Routing::reserve(int64_t tokens, const MoeSpec& moe) {
+  const auto grow = [](auto& values, int64_t count) {
+    values.resize(std::max(values.size(), static_cast<size_t>(count)));
+  };
+  grow(chosen, tokens * moe.top_k);
+  grow(weights, tokens * moe.top_k);
+  grow(rows, tokens * moe.top_k);
+  grow(row_weights, tokens * moe.top_k);
+  grow(begin, moe.experts + 1);
+  grow(scores, 2 * static_cast<int64_t>(moe.experts) + moe.groups);
+}
+
+Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
+  const auto most = [](int64_t& width, int64_t value) { width = std::max(width, value); };
+  for (const LayerSpec& layer : spec.layers) {
+    const AttentionSpec& a = layer.attention;
+    most(qkv, qkv_rows(a));
+    most(out, static_cast<int64_t>(a.heads) * a.value_dim);
+    if (a.mla) {
+      most(latent, std::max<int64_t>(a.mla->q_rank, a.mla->kv_rank + a.mla->rope_dim));
+      most(kv_b, static_cast<int64_t>(a.heads) * (a.mla->nope_dim + a.value_dim));
+      most(keys, static_cast<int64_t>(a.heads) * (a.head_dim + a.value_dim));
+    }
+    const auto mlp = [&](const MlpSpec& m) {
+      most(features, m.features);
+      gated = gated || m.gated;
+    };
+    if (layer.mlp) mlp(*layer.mlp);
+    if (layer.moe) {
+      mlp(layer.moe->expert);
+      if (layer.moe->shared) mlp(*layer.moe->shared);
+      most(router, layer.moe->experts + 1);
+      top_k = std::max(top_k, layer.moe->top_k + 1);
+    }
+    two_norms = two_norms || (layer.parallel && layer.mlp_norm.has_value());
+  }
+}
+
+int64_t Widths::token_floats() const {
+  return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
+         router + (top_k > 0 ? hidden : 0);
+}
+
+void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
+                        int threads) {
+  wanted = std::max<int64_t>(wanted, kGemvTokens);
+  if (wanted <= tokens && own.size() == static_cast<size_t>(threads)) return;
+  Workspace next;
+  const auto rows = [](int64_t count, int64_t width) {
+    return width > 0 ? Buffer(count * padded_stride(width)) : Buffer();
+  };
+  // Small steps keep all experts' features at once.
+  const int64_t feature_rows = std::max<int64_t>(wanted, kGemvTokens * std::max(widths.top_k, 1));
+  next.residual = rows(wanted, widths.hidden);
+  next.x = rows(wanted, widths.hidden);
+  if (widths.two_norms) next.second_x = rows(wanted, widths.hidden);
+  next.qkv = rows(wanted, widths.qkv);
+  next.latent = rows(wanted, widths.latent);
+  next.second_latent = rows(wanted, widths.latent);
+  next.kv_b = rows(wanted, widths.kv_b);
+  next.keys = rows(wanted, widths.keys);
+  next.out = rows(wanted, widths.out);
+  next.gate = rows(feature_rows, widths.features);
+  if (widths.gated) next.up = rows(feature_rows, widths.features);
+  next.router = rows(wanted, widths.router);
+  if (widths.top_k > 0) next.expert_out = rows(wanted, widths.hidden);
+  for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
+  next.inputs.reserve(shapes, wanted);
+  next.own.resize(static_cast<size_t>(threads));
+  for (Own& one : next.own) {
+    one.residual = rows(kGemvTokens, widths.hidden);
+    one.x = rows(kGemvTokens, widths.hidden);
+    if (widths.two_norms) one.second_x = rows(kGemvTokens, widths.hidden);
+    one.heads = rows(kGemvTokens, widths.qkv);
+    one.latent = rows(kGemvTokens, widths.latent);
+    one.row = rows(1, std::max(widths.hidden, widths.latent));
+    one.inputs.reserve(shapes, kGemvTokens);
+  }
+  for (const LayerSpec& layer : spec.layers) {
+    if (!layer.moe) continue;
+    next.routing.reserve(wanted, *layer.moe);
+    for (Own& one : next.own) one.routing.reserve(wanted, *layer.moe);
+  }
+  next.tokens = wanted;
+  *this = std::move(next);
+}
+
+}  // namespace anyaccel::llm

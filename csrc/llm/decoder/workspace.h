@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of a step: activations between phases. Allocated before the threads start, kept from step to step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "llm/decoder/spec.h"
+#include "llm/kernels/multiply.h"
+#include "llm/pack/matrix.h"
+
+namespace anyaccel::llm {
+
+// Floats from one row to the next: whole cache lines, and not a multiple of 4 KiB, where all rows would share few
+// places of the cache.
+inline int64_t padded_stride(int64_t count) {
+  const int64_t padded = (count + 15) / 16 * 16;
+  return padded % 1024 == 0 ? padded + 16 : padded;
+}
+
+// Floats on cache lines of their own.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t count);  // throws std::bad_alloc
+  float* get() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const noexcept;
+  };
+  std::unique_ptr<float, Free> memory_;
+};
+
+// Activations prepared for each kind of matrix that the model has.
+class Inputs {
+ public:
+  // Throws std::bad_alloc.
+  void reserve(const std::vector<Shape>& shapes, int64_t tokens);
+  size_t index(const Shape& shape) const noexcept {
+    size_t i = 0;
+    while (!same(slots_[i].shape, shape)) ++i;  // every shape was reserved
+    return i;
+  }
+  Input& at(size_t index) noexcept { return slots_[index].input; }
+  static bool same(const Shape& a, const Shape& b) noexcept {
+    return a.format == b.format && a.group == b.group && a.minimum == b.minimum;
+  }
+  static constexpr size_t kMost = 16;
+
+ private:
+  struct Slot {
+    Shape shape;
+    Input input;
+  };
+  std::vector<Slot> slots_;
+};
+
+// Which experts each token goes to, and the tokens of each expert.
+struct Routing {
+  std::vector<int32_t> chosen;  // [tokens, top_k]
+  std::vector<float> weights;   // [tokens, top_k]
+  std::vector<int32_t> begin;   // [experts + 1]: of each expert's rows below
+  std::vector<int32_t> rows;    // tokens
+  std::vector<float> row_weights;
+  std::vector<float> scores;  // scratch: of a token's experts and groups
+
+  void reserve(int64_t tokens, const MoeSpec& moe);
+  // Makes rows, row_weights and begin from chosen and weights: tokens by expert, each expert's in ascending order.
+  void sort(int64_t tokens, const MoeSpec& moe) noexcept;
+};
+
+// The widths that a model's steps need, in floats.
+struct Widths {
+  int64_t hidden = 0;      // of the residual
+  int64_t qkv = 0;         // queries, keys, values
+  int64_t latent = 0;      // MLA: the larger latent, with the rotated part
+  int64_t kv_b = 0;        // MLA
+  int64_t keys = 0;        // MLA: keys and values of all heads
+  int64_t out = 0;         // of attention
+  int64_t features = 0;    // of any MLP
+  int64_t router = 0;      // experts and the shared gate
+  int top_k = 0;           // experts a token, the shared one included
+  bool two_norms = false;  // a parallel layer with a norm of the MLP's own
+  bool gated = false;
+
+  explicit Widths(const DecoderSpec& spec);
+  // Floats a token of the shared buffers.
+  int64_t token_floats() const;
+};
+
+struct Workspace {
+  // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
+  struct Own {
+    Buffer residual, x, second_x, heads, latent, row;
+    Inputs inputs;
+    Routing routing;
+  };
+
+  Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out;
+  Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
+  Inputs inputs;
+  Routing routing;
+  std::vector<Own> own;
+  int64_t tokens = 0;
+
+  // Room for steps of `wanted` tokens. Throws std::bad_alloc, and is as it was then.
+  void reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
+               int threads);
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention of a layer: from the normed residual to the delta.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "llm/forward/worker.h"
+
+namespace anyaccel::llm {
+namespace {
+
+// Up to so many floats every thread turns all heads for itself: less than what a barrier costs.
+constexpr int64_t kPrivateFloats = 8192;
+
+}  // namespace
+
+void Worker::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
+  const Input& in = input(weights.qkv.w.shape(), x_, hidden_stride_, tokens_);
+  multiply_into(weights.qkv, in, shared_.qkv.get(), qkv_stride_);
+}
+
+// Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed.
+void Worker::project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
+  const MlaSpec& mla = *spec.mla;
+  const int64_t stride = padded_stride(forward_.widths_.latent);
+  const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
+  float* q_latent = shared_.latent.get();
+  float* kv_latent = shared_.second_latent.get();
+  const bool latent_queries = mla.q_rank > 0;
+  if (latent_queries)
+    multiply_into(weights.q_a, input(weights.q_a.w.shape(), x_, hidden_stride_, tokens_), q_latent, stride);
+  else
+    multiply_into(weights.q_b, input(weights.q_b.w.shape(), x_, hidden_stride_, tokens_), shared_.qkv.get(),
+                  qkv_stride_);
+  multiply_into(weights.kv_a, input(weights.kv_a.w.shape(), x_, hidden_stride_, tokens_), kv_latent, stride);
+  barrier(Work::qkv);
+  // Where the normed latents go. In small steps every thread norms all for itself. In large ones the queries' latents
+  // are normed in place, and the keys' latents take that place once the queries have been made.
+  float* normed = small_ ? own_.latent.get() : shared_.latent.get();
+  if (latent_queries) {
+    for (int64_t t = mine_.begin; t < mine_.end; ++t)
+      norm(weights.q_a_norm, q_latent + t * stride, mla.q_rank, normed + t * stride);
+    fresh();
+    multiply_into(weights.q_b, input(weights.q_b.w.shape(), normed, stride, tokens_), shared_.qkv.get(), qkv_stride_);
+  }
+  for (int64_t t = mine_.begin; t < mine_.end; ++t)
+    norm(weights.kv_a_norm, kv_latent + t * stride, mla.kv_rank, normed + t * stride);
+  fresh();
+  multiply_into(weights.kv_b, input(weights.kv_b.w.shape(), normed, stride, tokens_), shared_.kv_b.get(), kv_b_stride);
+}
+
+// Queries, keys and values of all heads from the products: every thread a part of (token, head).
+void Worker::assemble_latent(size_t index, AttentionStep& step) noexcept {
+  const AttentionSpec& spec = spec_.layers[index].attention;
+  const MlaSpec& mla = *spec.mla;
+  const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
+  const int64_t latent_stride = padded_stride(forward_.widths_.latent);
+  const int64_t keys_stride = padded_stride(forward_.widths_.keys);
+  const RopeSpec* rope_spec = spec.rope < 0 ? nullptr : &spec_.ropes[static_cast<size_t>(spec.rope)];
+  float* rotated = own_.row.get();  // the part of a key that all heads share
+  const Range own = part_of(tokens_ * spec.heads, thread_, threads_);
+  int64_t rotated_token = -1;
+  for (int64_t item = own.begin; item < own.end; ++item) {
+    const int64_t t = item / spec.heads, head = item % spec.heads;
+    const Rotation* rotation =
+        rope_spec == nullptr ? nullptr : &forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
+    const int half = rope_spec == nullptr ? 0 : static_cast<int>(rope_spec->inv_freq.size());
+    if (t != rotated_token) {
+      rotated_token = t;
+      std::memcpy(rotated, shared_.second_latent.get() + t * latent_stride + mla.kv_rank,
+                  static_cast<size_t>(mla.rope_dim) * sizeof(float));
+      if (rotation != nullptr)
+        rope(rotated + std::max(rope_spec->first - mla.nope_dim, 0), 1, mla.rope_dim, rotation->cosine, rotation->sine,
+             half, rope_spec->interleaved);
+    }
+    float* q = shared_.qkv.get() + t * qkv_stride_ + head * spec.head_dim;
+    if (rotation != nullptr)
+      rope(q + rope_spec->first, 1, spec.head_dim, rotation->cosine, rotation->sine, half, rope_spec->interleaved);
+    const float* from = shared_.kv_b.get() + t * kv_b_stride + head * (mla.nope_dim + spec.value_dim);
+    float* key = shared_.keys.get() + t * keys_stride + head * spec.head_dim;
+    float* value =
+        shared_.keys.get() + t * keys_stride + static_cast<int64_t>(spec.heads) * spec.head_dim + head * spec.value_dim;
+    std::memcpy(key, from, static_cast<size_t>(mla.nope_dim) * sizeof(float));
+    std::memcpy(key + mla.nope_dim, rotated, static_cast<size_t>(mla.rope_dim) * sizeof(float));
+    std::memcpy(value, from + mla.nope_dim, static_cast<size_t>(spec.value_dim) * sizeof(float));
+  }
+  step.q = shared_.qkv.get();
+  step.q_stride = qkv_stride_;
+  step.k = shared_.keys.get();
+  step.v = shared_.keys.get() + static_cast<int64_t>(spec.heads) * spec.head_dim;
+  step.k_stride = step.v_stride = keys_stride;
+  barrier(Work::heads);
+}
+
+// One norm over all heads, which other ranks have a part of: sums of squares (and of values, for layer norms) first.
+void Worker::sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept {
+  const AttentionSpec& spec = spec_.layers[index].attention;
+  const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
+  const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
+  float* out = forward_.ranks_->slot(spec_.rank, turn_);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    for (const int which : {0, 1}) {
+      const float* from = heads + t * stride + (which == 0 ? 0 : q_count);
+      const int64_t count = which == 0 ? q_count : k_count;
+      double sum = 0, squares = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        sum += static_cast<double>(from[i]);
+        squares += static_cast<double>(from[i]) * static_cast<double>(from[i]);
+      }
+      // Ranks with the same KV heads count as one.
+      const double share = which == 0 ? 1.0 : 1.0 / spec.kv_copies;
+      float* to = out + (2 * t + which) * 4;
+      to[0] = static_cast<float>(sum * share);
+      to[1] = static_cast<float>(squares * share);
+      to[2] = static_cast<float>(static_cast<double>(count) * share);
+    }
+  }
+}
+
+void Worker::norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept {
+  const AttentionSpec& spec = spec_.layers[index].attention;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
+  const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
+  if (!spec.qk_norm->across) {
+    norm_heads(weights.q_norm, q, spec.heads, spec.head_dim, spec.qk_norm->own_weights);
+    norm_heads(weights.k_norm, k, spec.kv_heads, spec.head_dim, spec.qk_norm->own_weights);
+    return;
+  }
+  if (forward_.ranks_ == nullptr) {
+    norm(weights.q_norm, q, q_count, q);
+    norm(weights.k_norm, k, k_count, k);
+    return;
+  }
+  for (const int which : {0, 1}) {
+    const Norm& n = which == 0 ? weights.q_norm : weights.k_norm;
+    float* values = which == 0 ? q : k;
+    const int64_t count = which == 0 ? q_count : k_count;
+    double sum = 0, squares = 0, total = 0;
+    for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
+      const float* from = forward_.ranks_->slot(rank, pending_turn_) + (2 * t + which) * 4;
+      sum += static_cast<double>(from[0]);
+      squares += static_cast<double>(from[1]);
+      total += static_cast<double>(from[2]);
+    }
+    const double mean = n.kind == NormKind::layer ? sum / total : 0.0;
+    const double factor = 1.0 / std::sqrt(squares / total - mean * mean + static_cast<double>(n.eps));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto normed = static_cast<float>((static_cast<double>(values[i]) - mean) * factor);
+      values[i] = normed * (n.weight == nullptr ? 1.0f : n.weight[i]) + (n.bias == nullptr ? 0.0f : n.bias[i]);
+    }
+  }
+}
+
+// Clips, norms and rotates heads: in place, every thread a part of the tokens, or all for itself when they are few.
+void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
+  const AttentionSpec& spec = spec_.layers[index].attention;
+  const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
+  const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
+  const int64_t v_count = static_cast<int64_t>(spec.kv_heads) * spec.value_dim;
+  step.q = shared_.qkv.get();
+  step.k = step.q + q_count;
+  step.v = step.k + k_count;
+  step.q_stride = step.k_stride = step.v_stride = qkv_stride_;
+  const bool across = spec.qk_norm && spec.qk_norm->across && forward_.ranks_ != nullptr;
+  if (spec.rope < 0 && !spec.qk_norm && spec.clip <= 0) return;
+  const bool alone = small_ && tokens_ * (q_count + k_count) <= kPrivateFloats && !across && threads_ > 1;
+  const Range tokens = alone ? Range{0, tokens_} : part_of(tokens_, thread_, threads_);
+  float* heads = alone ? own_.heads.get() : shared_.qkv.get();
+  const RopeSpec* rope_spec = spec.rope < 0 ? nullptr : &spec_.ropes[static_cast<size_t>(spec.rope)];
+  if (alone) {
+    // Values are copied only when they change.
+    const int64_t copied = q_count + k_count + (spec.clip > 0 ? v_count : 0);
+    for (int64_t t = 0; t < tokens_; ++t)
+      std::memcpy(heads + t * qkv_stride_, shared_.qkv.get() + t * qkv_stride_,
+                  static_cast<size_t>(copied) * sizeof(float));
+    step.q = heads;
+    step.k = heads + q_count;
+    if (spec.clip > 0) step.v = heads + q_count + k_count;
+  }
+  if (spec.clip > 0)
+    for (int64_t t = tokens.begin; t < tokens.end; ++t)
+      clamp(heads + t * qkv_stride_, spec.clip, q_count + k_count + v_count);
+  const auto turn = [&](int64_t t) {
+    if (rope_spec == nullptr) return;
+    const Rotation& rotation = forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
+    rope(heads + t * qkv_stride_ + rope_spec->first, spec.heads + spec.kv_heads, spec.head_dim, rotation.cosine,
+         rotation.sine, static_cast<int>(rope_spec->inv_freq.size()), rope_spec->interleaved);
+  };
+  const bool after = spec.qk_norm && spec.qk_norm->after_rope;
+  if (after)
+    for (int64_t t = tokens.begin; t < tokens.end; ++t) turn(t);
+  if (across) {
+    sums_of_squares(index, heads, qkv_stride_, tokens);
+    exchange(Work::heads, {8 * tokens_, 0});
+  }
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    float* q = heads + t * qkv_stride_;
+    if (spec.qk_norm) norm_queries_keys(index, q, q + q_count, t);
+    if (!after) turn(t);
+  }
+  if (alone)
+    mark(Work::heads);
+  else
+    barrier(Work::heads);
+}
+
+void Worker::attention(size_t index) noexcept {
+  const LayerSpec& layer = spec_.layers[index];
+  const AttentionSpec& spec = layer.attention;
+  const LayerWeights& weights = weights_.layers[index];
+  const float* mlp_x = x_;
+  if (layer.parallel && layer.mlp_norm) {
+    float* second = small_ ? own_.second_x.get() : shared_.second_x.get();
+    for (int64_t t = mine_.begin; t < mine_.end; ++t)
+      norm(weights.mlp_norm, residual_ + t * hidden_stride_, spec_.hidden, second + t * hidden_stride_);
+    mlp_x = second;
+  }
+  if (layer.parallel) {
+    // First, while x is what the inputs are of: after the latents of MLA it is not.
+    if (mlp_x != x_) fresh();
+    const Input& in = input(weights.mlp.gate.w.shape(), mlp_x, hidden_stride_, tokens_);
+    gate_up(weights.mlp, &in, tokens_, shared_.gate.get(), shared_.up.get());
+    if (mlp_x != x_) fresh();
+  }
+  if (spec.mla)
+    project_latent(spec, weights);
+  else
+    project(spec, weights);
+  barrier(Work::qkv);
+  if (layer.parallel && !small_) activate_own(weights.mlp, tokens_, shared_.gate.get(), shared_.up.get());
+
+  AttentionStep step{};
+  step.cache = &forward_.cache_;
+  step.layer = static_cast<int>(index);
+  step.options = AttentionOptions{
+      spec.scale,   spec.softcap, spec.window, spec.chunk, spec.alibi.empty() ? nullptr : spec.alibi.data(),
+      weights.sinks};
+  step.queries = &step_.queries;
+  step.out = shared_.out.get();
+  step.out_stride = padded_stride(forward_.widths_.out);
+  if (spec.mla)
+    assemble_latent(index, step);
+  else
+    rotate_standard(index, step);
+  if (needs_append(step)) {
+    append(step, thread_, threads_);
+    barrier(Work::append);
+  }
+  attend(step, forward_.scratch_, thread_, threads_);
+  barrier(Work::attend);
+  if (needs_combine(step, threads_)) {
+    combine(step, forward_.scratch_, thread_, threads_);
+    barrier(Work::attend);
+  }
+  fresh();
+  const Input& in = input(weights.o.w.shape(), step.out, step.out_stride, tokens_);
+  multiply_into(weights.o, in, delta(0), hidden_stride_);
+  if (layer.parallel) {
+    mark(Work::out);
+    mlp(weights.mlp, delta(1), true);
+  }
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/forward/forward.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/errors.h"
+#include "common/hash.h"
+#include "llm/forward/worker.h"
+
+namespace anyaccel::llm {
+namespace {
+
+// Activations of a run, all threads together: the more tokens, the less often weights are read; but they should not
+// be large beside the weights, nor far beyond the last cache.
+constexpr int64_t kRunFloats = int64_t{16} << 20;
+constexpr int64_t kMostTokens = 1024;
+// Floats that one exchange among ranks can hold: containers often have no more than 64 MiB of shared memory.
+constexpr int64_t kSlotFloats = int64_t{1} << 20;
+
+uint64_t signature(const StepTokens& step) {
+  Fnv1a hash;
+  for (const Query& query : step.queries) {
+    hash.mix(query.position);
+    hash.mix(query.tokens);
+  }
+  for (int32_t token : step.tokens) hash.mix(token);
+  for (int32_t row : step.wanted) hash.mix(row);
+  return hash.value();
+}
+
+int64_t tokens_of_a_run(const DecoderSpec& spec, const Widths& widths) {
+  int64_t tokens = kMostTokens;
+  if (spec.size > 1 || spec.stages > 1)  // by what is the same on every rank: all must divide a call into the same runs
+    tokens = std::min(tokens, kSlotFloats / (2 * padded_stride(spec.hidden)));
+  else
+    tokens = std::min(tokens, kRunFloats / widths.token_floats());
+  return std::clamp<int64_t>(tokens / 64 * 64, 64, kMostTokens);
+}
+
+void add_shape(std::vector<Shape>& shapes, const Matrix& w) {
+  if (w.empty()) return;
+  const Shape& shape = w.shape();
+  const auto known = std::find_if(shapes.begin(), shapes.end(),
+                                  [&](const Shape& s) { return Inputs::same(s, shape) && s.cols == shape.cols; });
+  if (known == shapes.end()) shapes.push_back(shape);
+}
+
+}  // namespace
+
+Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache, Team& team, Profile& profile)
+    : spec_(spec),
+      weights_(weights),
+      cache_(cache),
+      team_(team),
+      profile_(profile),
+      widths_(spec),
+      most_tokens_(tokens_of_a_run(spec, widths_)) {
+  add_shape(shapes_, weights.head.w);
+  for (const LayerWeights& layer : weights.layers) {
+    for (const LinearWeights* linear :
+         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate})
+      add_shape(shapes_, linear->w);
+    const auto add_mlp = [&](const MlpWeights& mlp) {
+      add_shape(shapes_, mlp.gate.w);
+      add_shape(shapes_, mlp.down.w);
+    };
+    add_mlp(layer.mlp);
+    add_mlp(layer.shared);
+    for (const MlpWeights& expert : layer.experts) add_mlp(expert);
+  }
+  for (const RopeSpec& rope : spec.ropes) ropes_.emplace_back(rope);
+  rotations_.resize(spec.ropes.size());
+}
+
+size_t Forward::slot_floats() const {
+  const int64_t of_tokens = 2 * most_tokens_ * padded_stride(spec_.hidden);
+  const int64_t of_vocabulary = (spec_.vocab / spec_.size + 256) * 2;
+  return static_cast<size_t>(std::max(of_tokens, of_vocabulary));
+}
+
+void Forward::prepare(const StepTokens& step) {
+  const auto tokens = static_cast<int64_t>(step.tokens.size());
+  const int64_t room =
+      tokens <= kGemvTokens && !step.prompt ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
+  workspace_.reserve(widths_, spec_, shapes_, room, team_.size());
+  positions_.resize(static_cast<size_t>(tokens));
+  for (RopeTable& rope : ropes_) rope.reset();
+  for (auto& rotations : rotations_) rotations.resize(static_cast<size_t>(tokens));
+  for (size_t i = 0; i < step.queries.size(); ++i) {
+    const Query& query = step.queries[i];
+    for (int t = 0; t < query.tokens; ++t) positions_[static_cast<size_t>(query.row + t)] = query.position + t;
+    for (size_t rope = 0; rope < ropes_.size(); ++rope)
+      ropes_[rope].rotations(query.position, query.tokens, step.contexts[i],
+                             &rotations_[rope][static_cast<size_t>(query.row)]);
+  }
+  AttentionShape last{};
+  for (const LayerSpec& layer : spec_.layers) {
+    const AttentionSpec& a = layer.attention;
+    const AttentionShape shape{a.heads, a.kv_heads, a.head_dim, a.value_dim};
+    if (!(shape == last)) scratch_.reserve(shape, step.queries, team_.size());
+    last = shape;
+  }
+}
+
+void Forward::run(const StepTokens& step) {
+  if (stages_ == nullptr) return run_all(step);
+  // The other ranks of this stage, and the other stages, wait for this one.
+  const auto give_up = [this](const char* why) {
+    if (ranks_ != nullptr) ranks_->fail(why);
+    stages_->fail(why);
+  };
+  try {
+    run_all(step);
+  } catch (const std::exception& error) {
+    give_up(error.what());
+    throw;
+  } catch (...) {
+    give_up("it was interrupted");
+    throw;
+  }
+}
+
+void Forward::run_all(const StepTokens& step) {
+  profile_.start();
+  prepare(step);
+  profile_.mark(Work::prepare);
+  const uint64_t what = stages_ == nullptr ? 0 : signature(step);
+  const auto tokens = static_cast<int64_t>(step.tokens.size());
+  if (stages_ != nullptr && !stages_->is_first()) {
+    stages_->take(what, tokens);
+    profile_.mark(Work::ranks);
+  }
+  team_.run([&](int thread) {
+    Worker worker(*this, step, thread);
+    worker.run();
+    if (thread == 0) turn_ = worker.turn();  // the barriers of the run come after all threads have read it
+  });
+  if (failure_) {
+    const std::exception_ptr failure = failure_;
+    failure_ = nullptr;
+    std::rethrow_exception(failure);
+  }
+  if (stages_ != nullptr && !stages_->is_last()) {
+    stages_->pass_on(what, tokens);
+    profile_.mark(Work::ranks);
+  }
+}
+
+void Forward::share_rows(const StepTokens& step) {
+  stages_->share(step.logits, step.wanted.size() * static_cast<size_t>(step.logits_stride) * sizeof(float));
+  stages_->share(step.hidden, step.hidden_wanted.size() * static_cast<size_t>(spec_.hidden) * sizeof(float));
+}
+
+uint64_t Forward::shared(uint64_t value) {
+  if (ranks_ != nullptr) {
+    const unsigned turn = turn_++;
+    ranks_->signature(spec_.rank, turn) = value;
+    ranks_->exchange(turn, {});
+    value = ranks_->signature(0, turn);
+  }
+  if (stages_ != nullptr) stages_->share(&value, sizeof value, true);
+  return value;
+}
+
+Worker::Worker(Forward& forward, const StepTokens& step, int thread)
+    : forward_(forward),
+      spec_(forward.spec_),
+      weights_(forward.weights_),
+      step_(step),
+      shared_(forward.workspace_),
+      own_(shared_.own[static_cast<size_t>(thread)]),
+      thread_(thread),
+      threads_(forward.team_.size()),
+      tokens_(static_cast<int64_t>(step.tokens.size())),
+      small_(tokens_ <= kGemvTokens && !step.prompt),
+      mine_(small_ ? Range{0, tokens_} : part_of(tokens_, thread, threads_)),
+      hidden_stride_(padded_stride(spec_.hidden)),
+      features_stride_(padded_stride(forward.widths_.features)),
+      qkv_stride_(padded_stride(forward.widths_.qkv)),
+      residual_(small_ ? own_.residual.get() : shared_.residual.get()),
+      x_(small_ ? own_.x.get() : shared_.x.get()),
+      turn_(forward.turn_) {}
+
+void Worker::run() noexcept {
+  if (spec_.is_first_stage())
+    embed();
+  else
+    take_residual();
+  for (size_t i = 0; i < spec_.layers.size(); ++i) layer(i);
+  if (!spec_.is_last_stage())
+    pass_residual();
+  else if (!step_.wanted.empty() || !step_.hidden_wanted.empty())
+    head();
+}
+
+void Worker::take_residual() noexcept {
+  const float* from = forward_.stages_->in();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t)
+    std::memcpy(residual_ + t * hidden_stride_, from + t * spec_.hidden,
+                static_cast<size_t>(spec_.hidden) * sizeof(float));
+  mark(Work::embed);
+}
+
+void Worker::pass_residual() noexcept {
+  if (small_ && thread_ > 0) return;  // every thread has them all
+  float* to = forward_.stages_->out();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    advance(t, Norm{}, x_ + t * hidden_stride_);
+    std::memcpy(to + t * spec_.hidden, residual_ + t * hidden_stride_,
+                static_cast<size_t>(spec_.hidden) * sizeof(float));
+  }
+  mark(Work::norm);
+}
+
+void Worker::embed() noexcept {
+  const int64_t first = spec_.vocab_first, count = spec_.own_vocab();
+  const bool divided = forward_.ranks_ != nullptr;
+  float* to = divided ? delta(0) : residual_;
+  if (!divided || !small_ || thread_ == 0) {
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+      const int64_t row = step_.tokens[static_cast<size_t>(t)] - first;
+      float* out = to + t * hidden_stride_;
+      if (row >= 0 && row < count)
+        weights_.embed.row(row, out);
+      else
+        std::memset(out, 0, static_cast<size_t>(spec_.hidden) * sizeof(float));
+    }
+  }
+  if (divided) {
+    if (thread_ == 0) forward_.ranks_->signature(spec_.rank, turn_) = signature(step_);
+    exchange(Work::embed, {tokens_ * hidden_stride_, 0});
+    if (thread_ == 0) check_signatures();
+    const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) std::memset(residual_ + t * hidden_stride_, 0, bytes);
+    pend(1, Norm{}, 1.0f);
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) advance(t, Norm{}, x_ + t * hidden_stride_);
+    pending_ = 0;
+  }
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* row = residual_ + t * hidden_stride_;
+    if (spec_.embedding_scale != 1.0f) scale(row, spec_.embedding_scale, spec_.hidden);
+    if (spec_.positions > 0) {
+      float* position = own_.row.get();
+      weights_.positions.row(forward_.positions_[static_cast<size_t>(t)] + spec_.position_offset, position);
+      add(row, position, 1.0f, spec_.hidden);
+    }
+    norm(weights_.embed_norm, row, spec_.hidden, row);
+  }
+  mark(Work::embed);
+}
+
+// Ranks that were asked for different things would wait for each other in vain, or compute nonsense.
+void Worker::check_signatures() noexcept {
+  const ParallelRanks& ranks = *forward_.ranks_;
+  for (int rank = 0; rank < ranks.size() && !forward_.failure_; ++rank) {
+    if (ranks.signature(rank, pending_turn_) == ranks.signature(spec_.rank, pending_turn_)) continue;
+    forward_.failure_ = std::make_exception_ptr(comm::CommError(
+        comm::CommError::Kind::broken, "ranks disagree: rank " + std::to_string(rank) +
+                                           " processes other tokens than rank " + std::to_string(spec_.rank)));
+  }
+}
+
+void Worker::layer(size_t index) noexcept {
+  const LayerSpec& spec = spec_.layers[index];
+  const LayerWeights& weights = weights_.layers[index];
+  const float scale = spec.residual_scale;
+  advance(weights.attn_norm, spec.residual_from_norm);
+  if (spec.parallel) {
+    attention(index);  // computes the MLP too, which reads the same input
+    exchange(Work::down, {2 * tokens_ * hidden_stride_, 0});
+    pend(2, Norm{}, scale);
+    return;
+  }
+  attention(index);
+  exchange(Work::out, {tokens_ * hidden_stride_, 0});
+  pend(1, weights.attn_post_norm, scale);
+  advance(weights.mlp_norm, spec.residual_from_norm);
+  if (spec.moe)
+    experts(index);
+  else
+    mlp(weights.mlp, delta(0), false);
+  exchange(Work::down, {tokens_ * hidden_stride_, 0});
+  pend(1, weights.mlp_post_norm, scale);
+}
+
+float* Worker::delta(int which) noexcept {
+  if (forward_.ranks_ == nullptr) return shared_.delta[which].get();
+  return forward_.ranks_->slot(spec_.rank, turn_) + which * tokens_ * hidden_stride_;
+}
+
+void Worker::pend(int count, const Norm& post, float scale) noexcept {
+  pending_ = count;
+  pending_post_ = post;
+  pending_scale_ = scale;
+}
+
+void Worker::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
+  barrier(kind);
+  if (forward_.ranks_ == nullptr) return;
+  // After an error the step goes on without waiting, so that all threads come to its end, and throws there.
+  if (thread_ == 0 && !forward_.failure_) {
+    try {
+      forward_.ranks_->exchange(turn_, parts);
+    } catch (...) {
+      forward_.failure_ = std::current_exception();
+    }
+  }
+  barrier(Work::ranks);
+  pending_turn_ = turn_++;
+}
+
+// Other cores have written some of it, so that each line is a miss; asked for together, the misses overlap.
+void Worker::fetch_pending(int64_t t) const noexcept {
+  const auto fetch = [&](const float* row) {
+    for (int64_t i = 0; i < spec_.hidden; i += 16) __builtin_prefetch(row + i);
+  };
+  fetch(residual_ + t * hidden_stride_);
+  if (forward_.ranks_ != nullptr) return;
+  for (int i = 0; i < pending_; ++i) fetch(shared_.delta[i].get() + t * hidden_stride_);
+}
+
+void Worker::advance(int64_t t, const Norm& norm_, float* out) noexcept {
+  const int64_t n = spec_.hidden;
+  float* row = residual_ + t * hidden_stride_;
+  if (pending_ == 0) return norm(norm_, row, n, out);
+  const int ranks = forward_.ranks_ == nullptr ? 1 : forward_.ranks_->size();
+  const int sources = ranks * pending_;
+  const auto source = [&](int i) -> const float* {
+    const int which = i % pending_;
+    if (forward_.ranks_ == nullptr) return shared_.delta[which].get() + t * hidden_stride_;
+    return forward_.ranks_->slot(i / pending_, pending_turn_) + (which * tokens_ + t) * hidden_stride_;
+  };
+  if (pending_post_.kind != NormKind::none) {
+    float* sum = own_.row.get();
+    std::memcpy(sum, source(0), static_cast<size_t>(n) * sizeof(float));
+    for (int i = 1; i < sources; ++i) add(sum, source(i), 1.0f, n);
+    norm(pending_post_, sum, n, sum);
+    add_norm(row, sum, pending_scale_, norm_, n, out);
+    return;
+  }
+  for (int i = 0; i + 1 < sources; ++i) add(row, source(i), pending_scale_, n);
+  add_norm(row, source(sources - 1), pending_scale_, norm_, n, out);
+}
+
+void Worker::advance(const Norm& norm_, bool residual_from_norm) noexcept {
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* out = x_ + t * hidden_stride_;
+    if (!small_ && t + 1 < mine_.end) fetch_pending(t + 1);
+    advance(t, norm_, out);
+    if (residual_from_norm)
+      std::memcpy(residual_ + t * hidden_stride_, out, static_cast<size_t>(spec_.hidden) * sizeof(float));
+  }
+  pending_ = 0;
+  fresh();
+  mark(Work::norm);
+}
+
+const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows,
+                           bool of_head) noexcept {
+  Inputs& inputs = small_ ? own_.inputs : shared_.inputs;
+  const size_t index = inputs.index(shape);
+  Input& input = inputs.at(index);
+  if (stamps_[index] == stamp_) return input;
+  stamps_[index] = stamp_;
+  if (small_) {
+    input.prepare(shape, x, stride, rows, static_cast<int>(tokens), 0, 1);
+    mark(Work::norm);
+    return input;
+  }
+  barrier(Work::norm);  // all of x is written, and no thread reads the input that is overwritten any more
+  input.prepare(shape, x, stride, rows, static_cast<int>(tokens), thread_, threads_, step_.prompt && !of_head);
+  barrier(Work::norm);
+  return input;
+}
+
+void Worker::multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept {
+  multiply(linear.w, input, Output{out, stride, linear.bias}, thread_, threads_);
+}
+
+Range Worker::rows_of(const Shape& shape) const noexcept {
+  const Blocks blocks = blocks_of(shape, thread_, threads_);
+  return {std::min(blocks.begin * kBlockRows, shape.rows), std::min(blocks.end * kBlockRows, shape.rows)};
+}
+
+}  // namespace anyaccel::llm

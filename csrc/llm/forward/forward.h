@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pass of tokens through the decoder.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <vector>
+
+#include "common/team.h"
+#include "llm/attention/attention.h"
+#include "llm/decoder/profile.h"
+#include "llm/decoder/rope.h"
+#include "llm/decoder/spec.h"
+#include "llm/decoder/weights.h"
+#include "llm/decoder/workspace.h"
+#include "llm/ranks/parallel_ranks.h"
+#include "llm/ranks/stages.h"
+
+namespace anyaccel::llm {
+
+// Tokens that pass together: of one sequence or of many.
+struct StepTokens {
+  std::vector<Query> queries;
+  // The length of each query's sequence at the end of the whole call: rotary positions may depend on it.
+  std::vector<int64_t> contexts;
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> wanted;         // rows of tokens whose logits are wanted, ascending
+  std::vector<int32_t> hidden_wanted;  // rows of other tokens whose hidden states after the last norm are
+  float* logits = nullptr;             // [wanted, vocab]
+  int64_t logits_stride = 0;
+  float* hidden = nullptr;  // [hidden_wanted, hidden]
+  // exact: results have the same bits whatever else is in the run. How a product sums depends on whether its tokens are
+  // few (gemv) or many (gemm), so this is fixed: tokens of prompts (`prompt`) always count as many; of other tokens the
+  // caller puts only few into a run; and logits are made as those of few tokens.
+  bool exact = false, prompt = false;
+
+  void clear() {
+    queries.clear();
+    contexts.clear();
+    tokens.clear();
+    wanted.clear();
+    hidden_wanted.clear();
+  }
+};
+
+class Forward {
+ public:
+  // All arguments belong to the model and live as long as it does.
+  Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache, Team& team, Profile& profile);
+
+  // The most tokens of a run.
+  int64_t most_tokens() const { return most_tokens_; }
+  // The most floats that a rank writes in one exchange.
+  size_t slot_floats() const;
+  void set_ranks(ParallelRanks* ranks, Stages* stages) {
+    ranks_ = ranks;
+    stages_ = stages;
+  }
+
+  // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
+  // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then undefined.
+  void run(const StepTokens& step);
+  // The rows of logits and hidden states that the last stage has made in the run of `step`, on all stages.
+  void share_rows(const StepTokens& step);
+  // Rank 0's value, on every rank; all call it. Throws as run() does.
+  uint64_t shared(uint64_t value);
+
+ private:
+  friend class Worker;
+  void prepare(const StepTokens& step);
+  void run_all(const StepTokens& step);
+
+  const DecoderSpec& spec_;
+  const Weights& weights_;
+  KvCache& cache_;
+  Team& team_;
+  Profile& profile_;
+  ParallelRanks* ranks_ = nullptr;
+  Stages* stages_ = nullptr;
+
+  Widths widths_;
+  std::vector<Shape> shapes_;  // one of each kind of matrix and number of columns
+  int64_t most_tokens_;
+  Workspace workspace_;
+  AttentionScratch scratch_;
+  std::vector<RopeTable> ropes_;
+
+  // State of the current run.
+  std::vector<int64_t> positions_;                // of each token
+  std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
+  unsigned turn_ = 0;                             // of the ranks' slots, from run to run
+  std::exception_ptr failure_;                    // of an exchange
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MLP of a layer, dense or of experts: from the normed residual to the delta.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "llm/forward/worker.h"
+
+namespace anyaccel::llm {
+
+// In small steps the activation follows at once, without a barrier: of gate and up, each thread has the same rows.
+void Worker::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
+  multiply_into(mlp.gate, *input, gate, features_stride_);
+  if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);
+  if (!small_) return;
+  mark(Work::gate_up);
+  const Range own = rows_of(mlp.gate.w.shape());
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* at = gate + t * features_stride_ + own.begin;
+    activate(mlp.activation, at, mlp.up.w.empty() ? nullptr : up + t * features_stride_ + own.begin,
+             own.end - own.begin, at);
+  }
+  mark(Work::activate);
+}
+
+void Worker::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept {
+  const Range own = part_of(tokens, thread_, threads_);
+  for (int64_t t = own.begin; t < own.end; ++t) {
+    float* at = gate + t * features_stride_;
+    activate(mlp.activation, at, mlp.up.w.empty() ? nullptr : up + t * features_stride_, mlp.gate.w.shape().rows, at);
+  }
+  mark(Work::activate);
+}
+
+// `features_ready`: the caller has called gate_up() and the activation, and then a barrier.
+void Worker::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept {
+  float* gate = shared_.gate.get();
+  float* up = shared_.up.get();
+  if (!features_ready) {
+    const Input& in = input(mlp.gate.w.shape(), x_, hidden_stride_, tokens_);
+    gate_up(mlp, &in, tokens_, gate, up);
+    barrier(Work::gate_up);
+    if (!small_) activate_own(mlp, tokens_, gate, up);
+  }
+  fresh();
+  const Input& in = input(mlp.down.w.shape(), gate, features_stride_, tokens_);
+  multiply_into(mlp.down, in, delta, hidden_stride_);
+}
+
+// --- experts
+
+// Chooses the experts of each token as the routers of transformers do: DeepseekV3TopkRouter, MixtralSparseMoeBlock,
+// GptOssTopKRouter and others.
+void Worker::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
+  const int64_t stride = padded_stride(forward_.widths_.router);
+  const int experts = moe.experts, members = experts / moe.groups;
+  float* scores = own_.routing.scores.data();
+  float* choice = scores + experts;  // what experts are chosen by
+  float* groups = choice + experts;
+  constexpr float kOut = -std::numeric_limits<float>::infinity();
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    std::memcpy(scores, shared_.router.get() + t * stride, static_cast<size_t>(experts) * sizeof(float));
+    if (moe.scoring == MoeSpec::Scoring::softmax) softmax(scores, experts);
+    if (moe.scoring == MoeSpec::Scoring::sigmoid)
+      for (int e = 0; e < experts; ++e) scores[e] = sigmoid(scores[e]);
+    for (int e = 0; e < experts; ++e)
+      choice[e] = scores[e] + (weights.choice_bias == nullptr ? 0.0f : weights.choice_bias[e]);
+    if (moe.top_groups < moe.groups) {
+      for (int g = 0; g < moe.groups; ++g) {
+        float first = kOut, second = kOut;
+        for (int e = g * members; e < (g + 1) * members; ++e) {
+          second = std::max(second, std::min(first, choice[e]));
+          first = std::max(first, choice[e]);
+        }
+        groups[g] = moe.group_score == MoeSpec::GroupScore::max || members == 1 ? first : first + second;
+      }
+      for (int g = 0; g < moe.groups; ++g) {
+        int better = 0;
+        for (int other = 0; other < moe.groups; ++other)
+          better += groups[other] > groups[g] || (groups[other] == groups[g] && other < g) ? 1 : 0;
+        if (better >= moe.top_groups) std::fill(choice + g * members, choice + (g + 1) * members, kOut);
+      }
+    }
+    int32_t* chosen = routing.chosen.data() + t * moe.top_k;
+    float* weight = routing.weights.data() + t * moe.top_k;
+    for (int k = 0; k < moe.top_k; ++k) {
+      int best = -1;  // the first one at least, so that there is one even if all are NaN
+      for (int e = 0; e < experts; ++e) {
+        if (std::find(chosen, chosen + k, e) != chosen + k) continue;
+        if (best < 0 || choice[e] > choice[best]) best = e;
+      }
+      chosen[k] = best;
+      weight[k] = scores[best];
+    }
+    if (moe.softmax_after) softmax(weight, moe.top_k);
+    float sum = 0;
+    for (int k = 0; k < moe.top_k; ++k) sum += weight[k];
+    const float factor = moe.normalise ? moe.scale / (sum + 1e-20f) : moe.scale;
+    for (int k = 0; k < moe.top_k; ++k) weight[k] *= factor;
+  }
+}
+
+void Routing::sort(int64_t tokens, const MoeSpec& moe) noexcept {
+  const int64_t count = tokens * moe.top_k;
+  std::fill(begin.begin(), begin.end(), 0);
+  for (int64_t i = 0; i < count; ++i) ++begin[static_cast<size_t>(chosen[static_cast<size_t>(i)])];
+  int32_t sum = 0;
+  for (int e = 0; e < moe.experts; ++e) sum += std::exchange(begin[static_cast<size_t>(e)], sum);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto at = static_cast<size_t>(begin[static_cast<size_t>(chosen[static_cast<size_t>(i)])]++);
+    rows[at] = static_cast<int32_t>(i / moe.top_k);
+    row_weights[at] = weights[static_cast<size_t>(i)];
+  }
+  // Each entry is the end of its expert now, which is the begin of the next.
+  for (int e = moe.experts; e > 0; --e) begin[static_cast<size_t>(e)] = begin[static_cast<size_t>(e - 1)];
+  begin[0] = 0;
+}
+
+float Worker::shared_weight(const MoeSpec& moe, int64_t t) const noexcept {
+  if (!moe.shared_gate) return 1.0f;
+  return sigmoid(shared_.router.get()[t * padded_stride(forward_.widths_.router) + moe.experts]);
+}
+
+void Worker::experts(size_t index) noexcept {
+  const MoeSpec& moe = *spec_.layers[index].moe;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.router);
+  float* router = shared_.router.get();
+  multiply_into(weights.router, input(weights.router.w.shape(), x_, hidden_stride_, tokens_), router, stride);
+  if (moe.shared_gate)
+    multiply_into(weights.shared_gate, input(weights.shared_gate.w.shape(), x_, hidden_stride_, tokens_),
+                  router + moe.experts, stride);
+  if (small_)
+    experts_small(moe, weights, delta(0));
+  else
+    experts_large(moe, weights, delta(0));
+}
+
+// All chosen experts in two phases: every thread a part of the rows of each, so that each weight is read once.
+void Worker::experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+  float* gate = shared_.gate.get();
+  float* up = shared_.up.get();
+  const int64_t shared_row = tokens_ * moe.top_k;  // the shared expert's first row, behind the others
+  const auto at = [&](float* buffer, int64_t row) {
+    return buffer == nullptr ? nullptr : buffer + row * features_stride_;
+  };
+  if (moe.shared) {
+    const Input& in = input(weights.shared.gate.w.shape(), x_, hidden_stride_, tokens_);
+    gate_up(weights.shared, &in, tokens_, at(gate, shared_row), at(up, shared_row));
+  }
+  barrier(Work::route);
+  Routing& routing = own_.routing;
+  route(moe, weights, {0, tokens_}, routing);
+  routing.sort(tokens_, moe);
+  mark(Work::route);
+  const auto each = [&](auto body) {
+    for (int e = 0; e < moe.experts; ++e) {
+      const int64_t begin = routing.begin[static_cast<size_t>(e)], end = routing.begin[static_cast<size_t>(e) + 1];
+      if (end > begin) body(weights.experts[static_cast<size_t>(e)], begin, end - begin);
+    }
+  };
+  each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
+    if (tokens_ > 1) fresh();
+    const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, routing.rows.data() + begin);
+    gate_up(expert, &in, count, at(gate, begin), at(up, begin));
+  });
+  barrier(Work::gate_up);
+  const Range own = rows_of(Shape{Format::f32, spec_.hidden, 1});
+  const size_t own_bytes = static_cast<size_t>(own.end - own.begin) * sizeof(float);
+  for (int64_t t = 0; t < tokens_; ++t) std::memset(delta + t * hidden_stride_ + own.begin, 0, own_bytes);
+  // Every product's rows are the same part of this thread: no barrier between them.
+  float* out = shared_.expert_out.get();
+  const auto down = [&](const MlpWeights& expert, int64_t begin, int64_t count, auto token, auto weight) {
+    fresh();
+    multiply_into(expert.down, input(expert.down.w.shape(), at(gate, begin), features_stride_, count), out,
+                  hidden_stride_);
+    for (int64_t i = 0; i < count; ++i)
+      add(delta + token(i) * hidden_stride_ + own.begin, out + i * hidden_stride_ + own.begin, weight(i),
+          own.end - own.begin);
+  };
+  each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
+    down(
+        expert, begin, count, [&](int64_t i) { return routing.rows[static_cast<size_t>(begin + i)]; },
+        [&](int64_t i) { return routing.row_weights[static_cast<size_t>(begin + i)]; });
+  });
+  if (moe.shared)
+    down(
+        weights.shared, shared_row, tokens_, [](int64_t i) { return i; },
+        [&](int64_t i) { return shared_weight(moe, i); });
+}
+
+// One expert after the other, all threads together.
+void Worker::experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+  const Range own = part_of(tokens_, thread_, threads_);
+  Routing& routing = shared_.routing;
+  barrier(Work::route);
+  route(moe, weights, own, routing);
+  barrier(Work::route);
+  if (thread_ == 0) routing.sort(tokens_, moe);
+  for (int64_t t = own.begin; t < own.end; ++t)
+    std::memset(delta + t * hidden_stride_, 0, static_cast<size_t>(spec_.hidden) * sizeof(float));
+  barrier(Work::route);
+  float* gate = shared_.gate.get();
+  float* up = shared_.up.get();
+  float* out = shared_.expert_out.get();
+  const auto whole = [&](const MlpWeights& expert, int64_t count, const int32_t* rows, auto token, auto weight) {
+    fresh();
+    const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, rows);
+    gate_up(expert, &in, count, gate, up);
+    barrier(Work::gate_up);
+    activate_own(expert, count, gate, up);
+    fresh();
+    multiply_into(expert.down, input(expert.down.w.shape(), gate, features_stride_, count), out, hidden_stride_);
+    barrier(Work::down);
+    const Range part = part_of(count, thread_, threads_);
+    for (int64_t i = part.begin; i < part.end; ++i)
+      add(delta + token(i) * hidden_stride_, out + i * hidden_stride_, weight(i), spec_.hidden);
+  };
+  for (int e = 0; e < moe.experts; ++e) {
+    const auto begin = static_cast<size_t>(routing.begin[static_cast<size_t>(e)]);
+    const int64_t count = routing.begin[static_cast<size_t>(e) + 1] - static_cast<int64_t>(begin);
+    if (count == 0) continue;
+    whole(
+        weights.experts[static_cast<size_t>(e)], count, routing.rows.data() + begin,
+        [&](int64_t i) { return routing.rows[begin + static_cast<size_t>(i)]; },
+        [&](int64_t i) { return routing.row_weights[begin + static_cast<size_t>(i)]; });
+  }
+  if (moe.shared)
+    whole(
+        weights.shared, tokens_, nullptr, [](int64_t i) { return i; },
+        [&](int64_t i) { return shared_weight(moe, i); });
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// One thread's way through a step. All threads run the whole step, in phases with barriers in between.
+//
+// Small steps (up to kGemvTokens tokens): every thread has the whole residual and makes norms and inputs for itself,
+// which costs less than a barrier; it computes its rows of each product, and may go on with those without a barrier.
+// Large steps: threads divide the tokens between products, and share the residual and the inputs.
+//
+// What attention and MLP add to the residual ("delta") is added by the next norm, in the same pass over memory; with
+// tensor parallelism the deltas of all ranks are, in the same order on each, so that all have the same residual.
+#pragma once
+
+#include <cstdint>
+
+#include "llm/forward/forward.h"
+
+namespace anyaccel::llm {
+
+class Worker {
+ public:
+  Worker(Forward& forward, const StepTokens& step, int thread);
+  void run() noexcept;
+  unsigned turn() const { return turn_; }
+
+ private:
+  // --- forward.cpp
+  void embed() noexcept;
+  void check_signatures() noexcept;
+  // Between stages: the residual with all that has been added to it.
+  void take_residual() noexcept;
+  void pass_residual() noexcept;
+  void layer(size_t index) noexcept;
+  void head() noexcept;
+  void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
+  void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
+  // Brings what advance(t, ...) will read into the cache.
+  void fetch_pending(int64_t t) const noexcept;
+  // Adds the pending deltas to the residual of token t, and writes the norm of the sum.
+  void advance(int64_t t, const Norm& norm, float* out) noexcept;
+  // The same for all of this thread's tokens; the norms go to x.
+  void advance(const Norm& norm, bool residual_from_norm) noexcept;
+
+  // --- attention_layer.cpp
+  void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void attention(size_t index) noexcept;
+  void rotate_standard(size_t index, AttentionStep& step) noexcept;
+  void norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept;
+  void sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept;
+  void assemble_latent(size_t index, AttentionStep& step) noexcept;
+
+  // --- mlp.cpp
+  void gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept;
+  void activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept;
+  void mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept;
+  void experts(size_t index) noexcept;
+  void experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  void experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  // Which experts the tokens go to.
+  void route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept;
+  float shared_weight(const MoeSpec& moe, int64_t t) const noexcept;
+
+  // --- common
+  void barrier(Work kind) noexcept {
+    mark(kind);
+    forward_.team_.barrier();
+    mark(Work::wait);
+  }
+  // Waits for all threads, then exchanges deltas among ranks: after it, the deltas of all of them can be read.
+  void exchange(Work kind, const ParallelRanks::Parts& parts) noexcept;
+  void mark(Work kind) noexcept {
+    if (thread_ == 0) forward_.profile_.mark(kind);
+  }
+  // Says that x has changed, so that inputs which were prepared before are not used again.
+  void fresh() noexcept { ++stamp_; }
+  // `x` prepared for matrices like `shape`.
+  const Input& input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows = nullptr,
+                     bool of_head = false) noexcept;
+  void multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept;
+  Range rows_of(const Shape& shape) const noexcept;
+  float* delta(int which) noexcept;
+  void pend(int count, const Norm& post, float scale) noexcept;
+
+  Forward& forward_;
+  const DecoderSpec& spec_;
+  const Weights& weights_;
+  const StepTokens& step_;
+  Workspace& shared_;
+  Workspace::Own& own_;
+  const int thread_, threads_;
+  const int64_t tokens_;
+  const bool small_;
+  const Range mine_;  // tokens whose rows of the residual this thread keeps
+  const int64_t hidden_stride_, features_stride_, qkv_stride_;
+  float* const residual_;
+  float* const x_;
+
+  unsigned turn_;  // of the ranks' slots
+  uint64_t stamp_ = 1;
+  uint64_t stamps_[Inputs::kMost] = {};  // the stamp of x when each input was prepared
+  // Deltas that have not been added to the residual yet.
+  int pending_ = 0;  // deltas a rank: 0 (none), 1 or 2
+  unsigned pending_turn_ = 0;
+  Norm pending_post_;
+  float pending_scale_ = 1;
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tokens a step verifies beside choosing the next ones.
+#include <algorithm>
+#include <utility>
+
+#include "llm/errors.h"
+#include "llm/model/step.h"
+
+namespace anyaccel::llm {
+
+void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation) {
+  if (draft.get() == this) throw UsageError("a model cannot draft for itself: load it a second time");
+  if (draft != nullptr) {
+    const auto its = draft->lock();
+    draft->check_ready();
+    if (draft->draft_ != nullptr) throw UsageError("the draft model has a draft model itself");
+    if (draft->spec_.size != spec_.size || draft->spec_.stages != spec_.stages)
+      throw UsageError("the draft model is divided among " + std::to_string(draft->spec_.size * draft->spec_.stages) +
+                       " ranks, the model among " + std::to_string(spec_.size * spec_.stages));
+  }
+  const auto held = lock();
+  if (draft != nullptr && draft_of_policy_.lock() != draft) {
+    const Weights::Load own = weights_.load(spec_), its = draft->weights_.load(draft->spec_);
+    model_drafts_ = {};
+    model_drafts_.set_cost(its.bytes / own.bytes, its.products / own.products);
+    draft_of_policy_ = draft;
+    draft_cost_ = its.bytes / own.bytes;
+    draft_pause_ = 0;
+  }
+  draft_ = std::move(draft);
+  translation_ = std::move(translation);
+}
+
+DraftPolicy& Model::policy_of(const Request& request) {
+  return request.options_.draft_model ? model_drafts_ : text_drafts_;
+}
+
+int64_t Model::answers_only(const std::vector<Request*>& requests) {
+  int64_t count = 0;
+  for (const Request* request : requests) {
+    if (request->finished_ != Request::Finish::no) continue;
+    const bool next = request->answering() && request->cached_ >= request->prompt_ && request->pending() == 1;
+    if (!next && request->chosen_.empty()) return 0;
+    ++count;
+  }
+  return count;
+}
+
+void Model::draft(const std::vector<Request*>& requests, DraftPolicy::Step& step) {
+  const auto count = static_cast<int64_t>(requests.size());
+  if (count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
+  std::vector<Request*> by_text, by_model;
+  bool always = false;
+  int64_t room = kGemvTokens / count - 1;
+  for (Request* request : requests) {
+    const int64_t own = request->draft_room(kGemvTokens / count - 1);
+    always = always || request->options_.draft_always;
+    room = std::min(room, own);
+    if (own > 0) (request->options_.draft_model ? by_model : by_text).push_back(request);
+  }
+  // A pass is saved only where all answers have a token from the pass before.
+  if (!always && (room == 0 || (!by_text.empty() && !by_model.empty()))) return;
+  if (!by_text.empty()) draft_by_text(by_text, always);
+  if (!by_model.empty()) draft_by_model(by_model, always, step);
+}
+
+DraftPolicy::Plan Model::plan_drafts(const std::vector<Request*>& requests, int64_t most) {
+  DraftPolicy& policy = policy_of(*requests.front());
+  const bool by_model = requests.front()->options_.draft_model;
+  const bool ranks = spec_.size > 1 || spec_.stages > 1;
+  if (by_model && ranks && draft_pause_ > 0) {
+    --draft_pause_;
+    return {};
+  }
+  DraftPolicy::Batch batch{.requests = static_cast<int64_t>(requests.size()), .most = most, .answered = INT64_MAX};
+  for (const Request* request : requests) {
+    const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
+    const size_t context = request->draft_context();
+    batch.acceptance *= policy.acceptance(request->acceptance_, context);
+    for (size_t other = 0; other < batch.again.size(); ++other)
+      batch.again[other] *= policy.acceptance(request->acceptance_, context, other);
+    batch.proven = batch.proven && request->acceptance_.proven();
+    batch.answered = std::min(batch.answered, answered);
+    if (const int64_t limit = request->options_.max_new_tokens; limit > 0)
+      batch.left = std::min(batch.left, limit - answered);
+    if (!by_model) continue;
+    batch.length += length;
+    const bool follows = request->follows(draft_) && batch.unread >= 0;
+    batch.unread = follows ? batch.unread + length - request->draft_read_to_ : -1;
+  }
+  const DraftPolicy::Plan plan = policy.plan(batch);
+  if (!ranks) return plan;
+  // The other ranks have measured other times: rank 0 decides. Within its pause nothing is exchanged.
+  constexpr uint64_t kByte = 256;
+  const uint64_t shared =
+      forward_.shared(static_cast<uint64_t>(plan.width) +
+                      kByte * (static_cast<uint64_t>(plan.context) + kByte * static_cast<uint64_t>(plan.pause)));
+  if (by_model) draft_pause_ = static_cast<int64_t>(shared / kByte / kByte);
+  return {static_cast<int64_t>(shared % kByte), static_cast<size_t>(shared / kByte % kByte)};
+}
+
+void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
+  const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
+  std::vector<std::vector<int64_t>> drafts;
+  int64_t shortest = most, longest = 0;
+  for (Request* request : requests) {
+    request->check_guess();
+    drafts.push_back(request->ngrams_.propose(request->tokens_, request->draft_room(most)));
+    const auto length = static_cast<int64_t>(drafts.back().size());
+    shortest = std::min(shortest, length);
+    longest = std::max(longest, length);
+  }
+  const bool useful = longest > 0 && (shortest > 0 || always);
+  const int64_t width = !useful ? 0 : always ? longest : plan_drafts(requests, longest).width;
+  for (size_t i = 0; i < requests.size(); ++i)
+    if (width == 0 && !drafts[i].empty()) requests[i]->guess(drafts[i].front());
+  for (size_t i = 0; i < requests.size(); ++i)
+    for (const int64_t token : drafts[i])
+      if (requests[i]->drafted_ < width) requests[i]->add_draft(token);
+}
+
+// The draft model's request that goes on where this one is, null where it cannot.
+Request* Model::drafter_of(Request& request, int64_t most, size_t context) {
+  const auto all = static_cast<int64_t>(request.tokens_.size());
+  if (context != DraftPolicy::kGoOn || !request.follows(draft_)) {
+    if (request.draft_from_ > 0) request.acceptance_ = {};  // its drafts are others then
+    request.draft_from_ =
+        context < DraftPolicy::kWhole ? std::max<int64_t>(all - DraftPolicy::kContexts[context], 0) : 0;
+  }
+  std::vector<int64_t> tokens(request.tokens_.begin() + request.draft_from_, request.tokens_.end());
+  if (translation_.to_draft) tokens = translation_.to_draft(tokens);
+  const DecoderSpec& spec = draft_->spec();
+  const auto length = static_cast<int64_t>(tokens.size());
+  if (length == 0 || (spec.max_tokens > 0 && length + most >= spec.max_tokens)) return nullptr;
+  if (std::any_of(tokens.begin(), tokens.end(), [&](int64_t token) { return token >= spec.vocab; })) return nullptr;
+  if (!request.follows(draft_)) {
+    RequestOptions options;
+    if (!translation_.to_draft) {  // it draws as the answer will, with the same random numbers
+      options.sampling = request.options_.sampling;
+      options.min_new_tokens = request.options_.min_new_tokens;
+      options.end_tokens = request.options_.end_tokens;
+      options.ignore_end = request.options_.ignore_end;
+    }
+    request.drafter_ = std::make_shared<Request>(draft_, tokens, std::move(options), nullptr, false);
+  }
+  request.drafter_->follow(tokens, request);
+  request.draft_read_to_ = static_cast<int64_t>(request.tokens_.size());
+  return request.drafter_.get();
+}
+
+std::optional<double> Model::draft_cost() {
+  const auto held = lock();
+  return draft_ == nullptr ? std::nullopt : std::optional(draft_cost_);
+}
+
+bool Model::draft_can_pay() {
+  const auto held = lock();
+  return draft_ != nullptr && model_drafts_.can_pay();
+}
+
+std::pair<int64_t, int64_t> Model::draft_work() {
+  const auto held = lock();
+  return {draft_read_, draft_passes_};
+}
+
+void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPolicy::Step& step) {
+  if (draft_ == nullptr) return;
+  const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
+  int64_t width = most;
+  for (const Request* request : requests) width = std::min(width, request->draft_room(most));
+  DraftPolicy::Plan plan{most};
+  if (!always)
+    plan = plan_drafts(requests, width);
+  else if (requests.front()->options_.draft_end)
+    plan.context = 0;
+  width = plan.width;
+  struct One {
+    Request* request;
+    Request* drafter;
+    int64_t room;
+    std::vector<int64_t> before, drafts;
+  };
+  std::vector<One> going;
+  const Stopwatch all;
+  if (width > 0)
+    for (Request* request : requests) {
+      const int64_t room = std::min(width, request->draft_room(most));
+      Request* drafter = drafter_of(*request, room, plan.context);
+      if (drafter != nullptr) going.push_back({request, drafter, room, drafter->tokens_, {}});
+    }
+  // Without a draft of each answer none of them saves anything.
+  if (going.empty() || (!always && going.size() < requests.size())) {
+    step.prefill += all.seconds();
+    return;
+  }
+  const auto leave = [&] {  // these answers go on without it
+    for (const One& one : going) {
+      one.request->drafter_.reset();
+      one.request->options_.draft_tokens = 0;
+    }
+  };
+  try {
+    std::vector<size_t> left(going.size());
+    for (size_t i = 0; i < left.size(); ++i) left[i] = i;
+    while (!left.empty()) {
+      std::vector<Request*> drafters;
+      bool prefill = false;
+      int64_t read = 0;
+      for (const size_t i : left) {
+        drafters.push_back(going[i].drafter);
+        prefill = prefill || going[i].drafter->pending() > 2;
+        read += going[i].drafter->pending();
+      }
+      const Stopwatch watch;
+      const std::vector<int64_t> tokens = draft_->step(drafters);
+      draft_read_ += read;
+      ++draft_passes_;
+      (prefill ? step.prefill : step.drafting) += watch.seconds();
+      if (prefill) {
+        step.read += read;
+        model_drafts_.draft_prefilled(read, watch.seconds());
+      } else {
+        ++step.passes;
+      }
+      std::vector<size_t> further;
+      for (size_t at = 0; at < left.size(); ++at) {
+        One& one = going[left[at]];
+        if (tokens[at] < 0 || (!translation_.to_draft && tokens[at] >= spec_.vocab)) continue;
+        one.drafts.push_back(tokens[at]);
+        const bool ended = one.drafter->finished_ != Request::Finish::no;
+        if (!ended && static_cast<int64_t>(one.drafts.size()) < one.room) further.push_back(left[at]);
+      }
+      left = std::move(further);
+    }
+  } catch (const OutOfCache&) {
+    return leave();
+  } catch (const ModelError&) {  // its logits are no numbers
+    return leave();
+  }
+  for (One& one : going) {
+    if (translation_.from_draft) one.drafts = translation_.from_draft(one.request->tokens_, one.before, one.drafts);
+    for (const int64_t token : one.drafts) {
+      if (one.request->drafted_ >= one.room || token < 0 || token >= spec_.vocab) break;
+      one.request->add_draft(token);
+    }
+  }
+  // The text of tokens takes its time too: that of many when it is read, else that of a few behind each pass.
+  const double beside = all.seconds() - step.prefill - step.drafting;
+  (step.prefill > 0 ? step.prefill : step.drafting) += beside;
+  if (step.passes > 0) model_drafts_.drafted(static_cast<int64_t>(going.size()), step.passes, step.drafting);
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps of many sequences together: which tokens pass in which run, and what becomes of their logits.
+#include "llm/model/step.h"
+
+#include <algorithm>
+#include <exception>
+#include <unordered_set>
+
+#include "llm/errors.h"
+#include "llm/model/feed.h"
+
+namespace anyaccel::llm {
+
+namespace {
+
+enum class Row : uint8_t { none, logits, hidden };
+
+// The most rows of logits in memory at a time, where those of a whole prompt are wanted.
+constexpr size_t kMostRows = 128;
+
+// Where there are stages, tokens of a run, at least, and runs of a pass for each stage, at most: all stages are at work
+// for as many of the runs as are not one less than there are stages. Fewer tokens take as long, since weights are read
+// once a run; of a pass of few tokens each stage gets one run, which pays from 8 tokens on two stages on.
+constexpr int64_t kLeastPart = 32;
+constexpr int kPartsAStage = 8;
+constexpr int64_t kLeastOfFew = 4;
+
+}  // namespace
+
+void Model::check_room(const std::vector<Work>& work) const {
+  size_t needed = 0;
+  for (const Work& one : work) needed += cache_.extend_bytes(one.sequence, one.count);
+  const size_t left = cache_.limit_bytes() - std::min(cache_.limit_bytes(), cache_.used_bytes());
+  if (needed > left) throw OutOfCache(needed, left, cache_.limit_bytes());
+}
+
+// With stages, runs are so small that all stages have one at a time; but more tokens than pass as few are not divided
+// into so few, since these are summed otherwise.
+int64_t Model::most_of_a_run(int64_t total, const Pass& pass) const {
+  if (stages_ == nullptr) return pass.most;
+  const bool few = total <= kGemvTokens;
+  const int64_t least = few ? kLeastOfFew : kLeastPart;
+  const int64_t parts = std::clamp<int64_t>(total / least, 1, int64_t{few ? 1 : kPartsAStage} * stages_->count());
+  return std::min(pass.most, (total + parts - 1) / parts);
+}
+
+// The runs are of about equal size.
+template <class Kind, class Done>
+void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done) {
+  check_room(work);
+  int64_t total = 0;
+  for (Work& one : work) {
+    one.start = cache_.length(one.sequence);
+    total += one.count;
+  }
+  if (total == 0) return;
+  const int64_t longest = most_of_a_run(total, pass);
+  const int64_t runs = (total + longest - 1) / longest;
+  int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
+  int64_t left = runs;
+  try {
+    size_t at = 0;      // in work
+    int64_t taken = 0;  // of work[at]
+    int64_t index = 0;  // of the next token among all
+    while (index < total) {
+      if (index > 0 && interrupt_check_) interrupt_check_();
+      tokens_.clear();
+      const int64_t first = index;
+      if (stages_ != nullptr)
+        size = std::min(longest, (total - index + left - 1) / left);  // of equal size: none of few
+      left = std::max<int64_t>(left - 1, 1);
+      while (at < work.size() && index - first < size && tokens_.wanted.size() < done.most_rows()) {
+        const Work& one = work[at];
+        const int64_t most = std::min(one.count - taken, size - (index - first));
+        const auto row = static_cast<int>(tokens_.tokens.size());
+        int64_t count = 0;
+        for (; count < most && tokens_.wanted.size() < done.most_rows(); ++count) {
+          const Row wanted = kind(index + count);
+          const auto next = static_cast<int32_t>(tokens_.tokens.size());
+          if (wanted == Row::logits) tokens_.wanted.push_back(next);
+          if (wanted == Row::hidden) tokens_.hidden_wanted.push_back(next);
+          tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + count]));
+        }
+        if (count > 0) {
+          const int64_t position = one.start + taken;
+          if (one.apart) {
+            for (int i = 0; i < static_cast<int>(count); ++i) {
+              tokens_.queries.push_back({one.sequence, position + i, 1, row + i, pass.prompt, true});
+              tokens_.contexts.push_back(one.context > 0 ? one.context : position + i + 1);
+            }
+          } else {
+            tokens_.queries.push_back({one.sequence, position, static_cast<int>(count), row, pass.prompt});
+            tokens_.contexts.push_back(one.context > 0 ? one.context : one.start + one.count);
+          }
+          cache_.extend(one.sequence, count);
+          index += count;
+          taken += count;
+        }
+        if (taken == one.count) {
+          ++at;
+          taken = 0;
+        }
+      }
+      tokens_.logits_stride = spec_.vocab;
+      tokens_.logits = done.logits(tokens_.wanted.size());
+      tokens_.hidden = done.hidden(tokens_.hidden_wanted.size());
+      tokens_.exact = pass.exact;
+      tokens_.prompt = pass.prompt;
+      forward_.run(tokens_);
+      if (stages_ != nullptr && done.everywhere()) forward_.share_rows(tokens_);
+      if (stages_ == nullptr || stages_->is_last() || done.everywhere())
+        done.take(tokens_.wanted.size(), tokens_.hidden_wanted.size());
+    }
+  } catch (...) {
+    for (const Work& one : work)
+      if (cache_.length(one.sequence) > one.start) cache_.truncate(one.sequence, one.start);
+    throw;
+  }
+}
+
+void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t>& counts, const int64_t* tokens,
+                    float* logits, const std::vector<int64_t>& rows) {
+  const auto held = lock();
+  check_ready();
+  if (sequences.size() != counts.size()) throw UsageError("forward: needs one count a sequence");
+  if (!rows.empty() && logits == nullptr) throw UsageError("forward: rows are wanted, and no place for logits");
+  std::vector<Work> work;
+  std::unordered_set<int> seen;
+  int64_t total = 0;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    check_sequence(sequences[i]);
+    if (!seen.insert(sequences[i]).second)
+      throw UsageError("forward: sequence " + std::to_string(sequences[i]) + " is there twice");
+    if (counts[i] < 0) throw UsageError("forward: a sequence with " + std::to_string(counts[i]) + " tokens");
+    const int64_t length = cache_.length(sequences[i]) + counts[i];
+    if (spec_.max_tokens > 0 && length > spec_.max_tokens)
+      throw UsageError("sequence " + std::to_string(sequences[i]) + " would have " + std::to_string(length) +
+                       " tokens: the model's context has " + std::to_string(spec_.max_tokens));
+    work.push_back({sequences[i], tokens + total, counts[i]});
+    total += counts[i];
+  }
+  check_tokens(tokens, total);
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (rows[i] < 0 || rows[i] >= total || (i > 0 && rows[i] <= rows[i - 1]))
+      throw UsageError("forward: rows must be ascending, and of the " + std::to_string(total) + " tokens");
+
+  struct Done {
+    float* next;
+    int64_t vocab;
+    float* logits(size_t) { return next; }
+    float* hidden(size_t) { return nullptr; }
+    void take(size_t count, size_t) { next += static_cast<int64_t>(count) * vocab; }
+    size_t most_rows() const { return SIZE_MAX; }
+    static bool everywhere() { return false; }  // all at once, below: no stage waits for the last one meanwhile
+  };
+  auto row = rows.begin();
+  process(
+      work, Pass{forward_.most_tokens()},
+      [&](int64_t index) {
+        if (row == rows.end() || *row != index) return Row::none;
+        ++row;
+        return Row::logits;
+      },
+      Done{logits, spec_.vocab});
+  if (stages_ != nullptr) stages_->share(logits, rows.size() * static_cast<size_t>(spec_.vocab) * sizeof(float));
+}
+
+std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits,
+                                 bool exact) {
+  const auto held = lock();
+  check_ready();
+  if (!limits.empty() && limits.size() != requests.size())
+    throw UsageError("step: " + std::to_string(limits.size()) + " limits for " + std::to_string(requests.size()) +
+                     " requests");
+  std::unordered_set<const Request*> seen;
+  std::vector<Request*> first, second;  // the second ones wait for the prefix that they share
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Request* request = requests[i];
+    if (request->model_.get() != this)
+      throw UsageError("request " + std::to_string(i) + " of the step is of another model");
+    if (!seen.insert(request).second) throw UsageError("request " + std::to_string(i) + " is in the step twice");
+    if (request->finished_ == Request::Finish::stopped || request->sequence_ < 0)
+      throw UsageError("request " + std::to_string(i) + " of the step was finished with finish()");
+    request->passing_ = limits.empty() || limits[i] <= 0 ? INT64_MAX : limits[i];
+  }
+  for (Request* request : requests) {
+    if (request->finished_ != Request::Finish::no || !request->chosen_.empty()) continue;
+    const Request* prefix = request->prefix_.get();
+    const bool waits = prefix != nullptr && prefix->cached_ == 0 && seen.contains(prefix) &&
+                       prefix->finished_ == Request::Finish::no && prefix->prefix_ == nullptr;
+    (waits ? second : first).push_back(request);
+  }
+  StepResult result{requests, {}};
+  result.ones.reserve(requests.size());
+  DraftPolicy::Step drafting{answers_only(requests)};
+  try {
+    if (second.empty()) draft(first, drafting);
+    for (const Request* request : first) drafting.tokens += 1 + request->drafted_;
+    const Stopwatch pass;
+    step_some(first, exact, result);
+    if (drafting.requests > 0 && !first.empty()) {
+      text_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
+      model_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
+    } else if (second.empty()) {
+      int64_t passing = 0;
+      for (const Request* request : first) passing += request->passing_;
+      model_drafts_.prefilled(passing, pass.seconds());
+    }
+    // The second wave can share what the first one has put into the cache.
+    for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
+    step_some(second, exact, result);
+  } catch (...) {
+    for (Request* request : first) request->drop_drafts();
+    // The first wave's last tokens are computed again in the next step, as is all of a wave that failed.
+    for (Request* request : first)
+      if (request->pending() == 0) --request->cached_;
+    for (const std::vector<Request*>* wave : {&first, &second})
+      for (Request* request : *wave)
+        if (cache_.length(request->sequence_) > request->cached_) cache_.truncate(request->sequence_, request->cached_);
+    throw;
+  }
+  for (Request* request : second) request->cached_ += request->passing_;
+  for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
+  if (drafting.requests > 0) policy_of(*requests.front()).stepped(drafting);
+
+  std::vector<int64_t> tokens(requests.size(), -1);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Request& request = *requests[i];
+    if (request.finished_ != Request::Finish::no) continue;
+    tokens[i] = -2;
+    if (!request.chosen_.empty()) tokens[i] = request.next();
+    if (!request.answering() && request.pending() == 0) request.finished_ = Request::Finish::length;
+  }
+  return tokens;
+}
+
+Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {
+  Steps result;
+  result.tokens.push_back(step(requests, {}, true));
+  while (static_cast<int64_t>(result.tokens.size()) < most && !feed.stopped()) {
+    const std::vector<int64_t>& last = result.tokens.back();
+    const bool all_go_on = std::all_of(requests.begin(), requests.end(), [](const Request* request) {
+      return request->finished() == Request::Finish::no;
+    });
+    if (!all_go_on || std::any_of(last.begin(), last.end(), [](int64_t token) { return token < 0; })) break;
+    feed.add(tag, last);
+    ++result.fed;
+    try {
+      result.tokens.push_back(step(requests, {}, true));
+    } catch (const ModelError&) {  // the model is as it was before this step, and what came before is not lost
+      break;
+    }
+  }
+  return result;
+}
+
+void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {
+  for (Request* request : requests) {
+    request->share_prefix();
+    // As transformers does with longrope: the cache is made anew when the context grows beyond the short factors.
+    const int64_t length = static_cast<int64_t>(request->tokens_.size()) - request->drafted_;
+    for (const RopeSpec& rope : spec_.ropes) {
+      if (rope.long_inv_freq.empty() || request->cached_ == 0) continue;
+      if (!RopeTable(rope).changes_between(request->context_, length)) continue;
+      cache_.truncate(request->sequence_, 0);
+      request->cached_ = 0;
+    }
+    request->context_ = length;
+    request->passing_ = request->drafted_ > 0 ? request->pending() : std::min(request->passing_, request->pending());
+    // What is computed again has the bits of the first time: a prompt's tokens as many, an answer's as few.
+    if (exact && request->cached_ < request->prompt_)
+      request->passing_ = std::min(request->passing_, request->prompt_ - request->cached_);
+  }
+  const bool drafted = std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->drafted_ > 0; });
+  if (!exact && !drafted) return pass(requests, {forward_.most_tokens()}, result);
+  std::vector<Request*> few, prompts;
+  for (Request* request : requests)
+    (request->cached_ >= request->prompt_ && (exact || request->pending() == 1 + request->drafted_) ? few : prompts)
+        .push_back(request);
+  const Pass as_few{kGemvTokens, true, false}, as_many{forward_.most_tokens(), true, true};
+  std::vector<Work> work = work_of(few, as_few);
+  const std::vector<Work> others = work_of(prompts, as_many);
+  work.insert(work.end(), others.begin(), others.end());
+  check_room(work);
+  pass(few, as_few, result);
+  pass(prompts, as_many, result);
+}
+
+std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, const Pass& how) {
+  const bool whole = std::any_of(spec_.ropes.begin(), spec_.ropes.end(),
+                                 [](const RopeSpec& rope) { return !rope.long_inv_freq.empty(); });
+  std::vector<Work> work;
+  for (const Request* request : requests) {
+    const bool apart = how.exact && !how.prompt && request->passing_ > 1;
+    int64_t context = static_cast<int64_t>(request->tokens_.size());
+    // But for longrope, whose cache is made anew when they change, angles are those of the first time.
+    if (how.exact && !whole) context = apart ? 0 : std::max(request->prompt_, request->cached_ + request->passing_);
+    work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_, context, apart});
+  }
+  return work;
+}
+
+void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result) {
+  std::vector<Work> work = work_of(requests, how);
+  std::vector<Wanted> logits, hidden;
+  int64_t first = 0;
+  for (Request* request : requests) {
+    const RequestOptions& options = request->options_;
+    const auto length = static_cast<int64_t>(request->tokens_.size());
+    const int64_t begin = request->cached_, end = begin + request->passing_;
+    if (options.prompt_logprobs >= 0)
+      for (int64_t position = begin; position < std::min(end, request->prompt_ - 1); ++position)
+        logits.push_back({first + position - begin, request, position});
+    if (options.goal == RequestOptions::Goal::mean)
+      for (int64_t position = begin; position < end; ++position)
+        hidden.push_back({first + position - begin, request, position});
+    if (end == length && request->answering())
+      for (int64_t position = end - 1 - request->drafted_; position < end; ++position)
+        logits.push_back({first + position - begin, request, position});
+    if (end == length && options.goal == RequestOptions::Goal::last)
+      hidden.push_back({first + end - 1 - begin, request, 0});
+    first += request->passing_;
+  }
+
+  // Of answers, the last stage's tokens are enough for all; whatever else is made of logits is made on each.
+  const bool tokens_only = stages_ != nullptr && std::all_of(requests.begin(), requests.end(), [](const Request* one) {
+                             return one->answering() && !one->keep_logits_ && one->options_.prompt_logprobs < 0;
+                           });
+  struct Done {
+    Model& model;
+    const std::vector<Wanted>&all_logits, &all_hidden;
+    StepResult& result;
+    const bool tokens_only;
+    std::string& failure;
+    size_t next_logits = 0, next_hidden = 0;
+    bool everywhere() const { return !tokens_only; }
+    static float* room(std::vector<float>& floats, size_t count, int64_t width) {
+      const size_t wanted = count * static_cast<size_t>(width);
+      if (floats.size() < wanted) floats.resize(wanted);
+      return floats.data();
+    }
+    float* logits(size_t count) { return room(model.logits_, count, model.spec_.vocab); }
+    float* hidden(size_t count) { return room(model.hidden_, count, model.spec_.hidden); }
+    void take(size_t logits_count, size_t hidden_count) {
+      try {
+        if (failure.empty()) model.choose(all_logits, next_logits, logits_count, result);
+      } catch (const ModelError& error) {
+        if (!tokens_only) throw;
+        failure = error.what();  // the other stages are told once all runs are through
+      }
+      next_logits += logits_count;
+      for (size_t i = 0; i < hidden_count; ++i) {
+        const Wanted& one = all_hidden[next_hidden++];
+        one.request->pool(model.hidden_.data() + i * static_cast<size_t>(model.spec_.hidden), model.spec_.hidden,
+                          one.position, 1);
+      }
+    }
+    size_t most_rows() const { return std::max(kMostRows, all_logits.empty() ? 0 : result.asked.size()); }
+  };
+  auto row = logits.begin();
+  auto state = hidden.begin();
+  const size_t before = result.ones.size();
+  std::string failure;
+  process(
+      work, how,
+      [&](int64_t index) {
+        if (row != logits.end() && row->index == index) {
+          ++row;
+          return Row::logits;
+        }
+        if (state != hidden.end() && state->index == index) {
+          ++state;
+          return Row::hidden;
+        }
+        return Row::none;
+      },
+      Done{*this, logits, hidden, result, tokens_only, failure});
+  if (tokens_only && !logits.empty()) share_chosen(before, failure, result);
+  if (!failure.empty()) throw ModelError(failure);
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of any source as panels [columns][16 rows] of floats, for pack.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "llm/pack/matrix.h"
+#include "simd/convert.h"
+
+namespace anyaccel::llm {
+namespace {
+
+using namespace simd;
+
+constexpr int kLanes = static_cast<int>(kBlockRows);
+constexpr int kMostColumns = 128;  // of a panel
+constexpr int kSourceGroup = 32;   // ggml's blocks
+
+// The rows that are packed into one block: where each lane's row starts, null for lanes that keep what they have.
+struct Lanes {
+  const uint8_t* row[kLanes] = {};
+  bool all = true;
+};
+
+template <class T>
+T read(const uint8_t* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+struct F32 {
+  static constexpr int64_t bytes = 4;
+  static float at(const uint8_t* from) { return read<float>(from); }
+};
+struct F64 {
+  static constexpr int64_t bytes = 8;
+  static float at(const uint8_t* from) { return static_cast<float>(read<double>(from)); }
+};
+struct F16 {
+  static constexpr int64_t bytes = 2;
+  static float at(const uint8_t* from) { return from_f16(read<uint16_t>(from)); }
+};
+struct BF16 {
+  static constexpr int64_t bytes = 2;
+  static float at(const uint8_t* from) { return from_bf16(read<uint16_t>(from)); }
+};
+
+template <class Type>
+inline void read_panel(const Lanes& lanes, int64_t col_stride, int64_t k0, int count, float* panel) {
+  constexpr int kStep = 16;  // a cache line of each row of the panel is written as a whole before it is left
+  for (int k = 0; k < count; k += kStep) {
+    const int end = std::min(k + kStep, count);
+    for (int r = 0; r < kLanes; ++r) {
+      if (lanes.row[r] == nullptr) continue;
+      const uint8_t* from = lanes.row[r] + k0 * col_stride;
+      if (col_stride == Type::bytes && end == k + kStep) {
+        float values[kStep];
+        for (int i = 0; i < kStep; ++i) values[i] = Type::at(from + (k + i) * Type::bytes);
+        for (int i = 0; i < kStep; ++i) panel[(k + i) * kLanes + r] = values[i];
+      } else {
+        for (int i = k; i < end; ++i) panel[i * kLanes + r] = Type::at(from + i * col_stride);
+      }
+    }
+  }
+}
+
+// The panel of dense rows of bfloat16, for a multiple of kPairs columns. Words of two columns are transposed at a time.
+inline void read_bf16_panel(const Lanes& lanes, int64_t k0, int count, float* panel) {
+  constexpr int kWords = 16, kPairs = 2 * kWords;  // 64 bytes of each row
+  uint32_t line[kWords], words[kWords][kLanes];
+  for (int k = 0; k < count; k += kPairs, panel += kPairs * kLanes) {
+    for (int r = 0; r < kLanes; ++r) {
+      std::memcpy(line, lanes.row[r] + (k0 + k) * 2, sizeof line);
+      for (int w = 0; w < kWords; ++w) words[w][r] = line[w];
+    }
+    for (int w = 0; w < kWords; ++w) {
+      float* to = panel + 2 * w * kLanes;
+      for (int r = 0; r < kLanes; ++r) to[r] = float_of(words[w][r] << 16);
+      for (int r = 0; r < kLanes; ++r) to[kLanes + r] = float_of(words[w][r] & 0xffff0000u);
+    }
+  }
+}
+
+// ggml's blocks of 32: half scale (and half minimum), then 16 bytes of nibbles (value i and i + 16) or 32 of int8.
+struct QuantisedBlock {
+  uint16_t scale = 0, minimum = 0;
+  int q[kSourceGroup];
+};
+inline int64_t block_bytes_of(SourceType type) {
+  return type == SourceType::q8_0 ? 34 : type == SourceType::q4_0 ? 18 : 20;
+}
+
+inline QuantisedBlock read_block(SourceType type, const uint8_t* from) {
+  QuantisedBlock block;
+  block.scale = read<uint16_t>(from);
+  const uint8_t* values = from + 2;
+  if (type == SourceType::q8_0) {
+    for (int i = 0; i < kSourceGroup; ++i) block.q[i] = static_cast<int8_t>(values[i]);
+    return block;
+  }
+  if (type == SourceType::q4_1) {
+    block.minimum = read<uint16_t>(values);
+    values += 2;
+  }
+  for (int i = 0; i < kSourceGroup / 2; ++i) {
+    block.q[i] = values[i] & 15;
+    block.q[i + kSourceGroup / 2] = values[i] >> 4;
+  }
+  return block;
+}
+
+inline void read_quantised_panel(SourceType type, const Lanes& lanes, int64_t k0, int count, float* panel) {
+  for (int r = 0; r < kLanes; ++r) {
+    if (lanes.row[r] == nullptr) continue;
+    for (int k = 0; k < count; k += kSourceGroup) {
+      const QuantisedBlock block = read_block(type, lanes.row[r] + (k0 + k) / kSourceGroup * block_bytes_of(type));
+      const float scale = from_f16(block.scale), minimum = from_f16(block.minimum);
+      const int offset = type == SourceType::q4_0 ? 8 : 0;
+      for (int i = 0; i < std::min(kSourceGroup, count - k); ++i)
+        panel[(k + i) * kLanes + r] = scale * static_cast<float>(block.q[i] - offset) + minimum;
+    }
+  }
+}
+
+inline bool is_quantised(SourceType type) {
+  return type == SourceType::q8_0 || type == SourceType::q4_0 || type == SourceType::q4_1;
+}
+
+inline void read_panel(SourceType type, const Lanes& lanes, int64_t col_stride, int64_t k0, int count, float* panel) {
+  switch (type) {
+    case SourceType::f32:
+      return read_panel<F32>(lanes, col_stride, k0, count, panel);
+    case SourceType::f64:
+      return read_panel<F64>(lanes, col_stride, k0, count, panel);
+    case SourceType::f16:
+      return read_panel<F16>(lanes, col_stride, k0, count, panel);
+    case SourceType::bf16:
+      if (lanes.all && col_stride == BF16::bytes && count % 32 == 0) return read_bf16_panel(lanes, k0, count, panel);
+      return read_panel<BF16>(lanes, col_stride, k0, count, panel);
+    default:
+      return read_quantised_panel(type, lanes, k0, count, panel);
+  }
+}
+
+}  // namespace
+}  // namespace anyaccel::llm
