@@ -227,6 +227,20 @@ def test_map_names_every_package() -> None:
     assert not [name for name in packages + [f"csrc/{n}" for n in native] if f"`{name}" not in text]
 
 
+def test_the_map_is_short_and_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "map.md").read_text()
+    assert [
+        cell for line in text.splitlines() if line.startswith("|") for cell in line.split("|") if len(cell) > 200
+    ] == []
+    for name in re.findall(r"`((?:launch|serve|inference)\.[\w.]+)`", text):
+        parts = name.split(".")
+        ends = [n for n in range(len(parts), 0, -1) if ".".join(["anyaccel", *parts[:n]]) in MODULES]
+        assert ends, name
+        source = MODULES[".".join(["anyaccel", *parts[: ends[0]]])].read_text()
+        for part in parts[ends[0] :]:
+            assert re.search(rf"^ *(?:async )?(?:def|class) {part}\b", source, re.MULTILINE), name
+
+
 # Files of other projects, of the system, and of users in examples.
 ELSEWHERE = {
     "_update.h", "activations.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "ddp.py", "inference.py",
