@@ -45,6 +45,8 @@ class Drop:
 
 
 Change = Start | Shrink | Share | Drop
+# What each is called between processes.
+CHANGES: dict[str, type[Change]] = {"start": Start, "shrink": Shrink, "share": Share, "drop": Drop}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
-from anyaccel.serve.engine.plans import Drop, Plan, Share, Shrink, Start
+from anyaccel.serve.engine.plans import CHANGES, Change, Drop, Plan, Share, Shrink, Start
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -25,7 +25,7 @@ class Work:
     """One step.
 
     Attributes:
-        changes: the name of each `plans.Change`, and its fields.
+        changes: the name of each change, by `plans.CHANGES`, and its fields.
         new: number of a request -> prompt and options of `_llm.Request`.
         run: numbers of requests, and how many tokens of each the step computes.
         masks: number -> the tokens that are allowed, base64 of what `_llm.Request.set_mask` takes.
@@ -82,7 +82,8 @@ class Outcome:
 
 def work_of(plan: Plan, new: Mapping[int, tuple[list[int], dict[str, Any]]], masks: Mapping[int, bytes]) -> Work:
     """A plan in a form that can be sent as JSON; `new` has the prompt and options of each request that starts."""
-    changes = [(type(each).__name__, list(asdict(each).values())) for each in plan.changes]
+    names = {kind: name for name, kind in CHANGES.items()}
+    changes = [(names[type(each)], list(asdict(each).values())) for each in plan.changes]
     starting = {str(each.id): new[each.id] for each in plan.changes if isinstance(each, Start)}
     coded = {str(number): base64.b64encode(mask).decode() for number, mask in masks.items()}
     return Work(changes, starting, list(plan.run.items()), coded)
@@ -104,7 +105,7 @@ class Slots:
             AnyAccelError: the decoder has failed for good.
         """
         for kind, numbers in work.changes:
-            self._change(kind, numbers, work)
+            self._change(CHANGES[kind](*numbers), work)
         for name, mask in work.masks.items():
             self._requests[int(name)].set_mask(base64.b64decode(mask))
         outcome = Outcome()
@@ -120,24 +121,24 @@ class Slots:
         self._options.clear()
         self._drafts.clear()
 
-    def _change(self, kind: str, numbers: list[int], work: Work) -> None:
+    def _change(self, change: Change, work: Work) -> None:
         from anyaccel.inference.native.requests import new_request
 
-        number, *rest = numbers
-        if kind == Start.__name__:
-            prompt, options = work.new[str(number)]
-            self._requests[number] = new_request(self._model, prompt, _with_token_keys(options))
-            self._options[number] = options
-            if rest[1]:
-                self._requests[number].share(self._requests[rest[0]], rest[1])
-        elif kind == Share.__name__:
-            self._requests[number].share(self._requests[rest[0]], rest[1])
-        elif kind == Shrink.__name__:
-            self._requests[number].shrink(rest[0])
-        elif kind == Drop.__name__ and number in self._requests:
-            self._requests.pop(number).finish()
-            del self._options[number]
-            self._drafts.pop(number, None)
+        match change:
+            case Start(number, source, tokens):
+                prompt, options = work.new[str(number)]
+                self._requests[number] = new_request(self._model, prompt, _with_token_keys(options))
+                self._options[number] = options
+                if tokens:
+                    self._requests[number].share(self._requests[source], tokens)
+            case Share(number, source, tokens):
+                self._requests[number].share(self._requests[source], tokens)
+            case Shrink(number, tokens):
+                self._requests[number].shrink(tokens)
+            case Drop(number) if number in self._requests:
+                self._requests.pop(number).finish()
+                del self._options[number]
+                self._drafts.pop(number, None)
 
     def _step(self, run: list[tuple[int, int]], outcome: Outcome, multi_step: MultiStep | None = None) -> None:
         requests = [self._requests[number] for number, _ in run]
