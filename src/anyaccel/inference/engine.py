@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,7 +18,14 @@ from torch import nn
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference.config import QUANTISED, InferenceConfig, parse_precision
-from anyaccel.inference.generic.loading import model_folder, native_skeleton, skeleton, stored_dtype, weights_for
+from anyaccel.inference.generic.loading import (
+    check_dtype,
+    model_folder,
+    native_skeleton,
+    skeleton,
+    stored_dtype,
+    weights_for,
+)
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 from anyaccel.inference.hf.group import hosts_of, in_step, together, tp_group
@@ -38,9 +44,6 @@ Progress = Callable[[int, int], object]
 # torch's threads do not live in a child of fork(), and GCC's OpenMP waits for them for ever: one thread is left, as in
 # the workers of torch's data loaders. The native runtime starts threads of its own.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
-# What transformers' models are made of. Until it is imported, which takes seconds, nobody can have replaced their code.
-_MODELS = "transformers.modeling_utils"
 
 
 class InferenceEngine(PrecisionMethods, nn.Module):
@@ -313,7 +316,7 @@ def _decoder_engine(
     hosts = hosts_of(group)
     shapes: dict[int, torch.Size] = {}
     if isinstance(model, nn.Module):
-        from anyaccel.inference.hf.frozen import shapes_of
+        from anyaccel.inference.hf.snapshot import shapes_of
 
         shapes = shapes_of(model)
     on_host = hosts.count(hosts[rank]) if hosts else 1
@@ -339,17 +342,13 @@ def _decoder_engine(
         if isinstance(model, nn.Module):
             _forbid_use(model, shapes)
         raise
-    later = not isinstance(model, nn.Module) and group is None and _MODELS not in sys.modules
-    if later:
-        from anyaccel.inference.modules.code import is_torch_genuine
-
-        later = is_torch_genuine()
     module: nn.Module | Later
-    if later:
-        kinds = native.config.get("architectures") or [InferenceEngine.__name__]
-        module = Later(lambda: _native_module(model, native, settings, group, shapes, later), str(kinds[0]))
+    if isinstance(model, nn.Module) or group is not None:
+        module = _native_module(model, native, settings, group, shapes)
     else:
-        module = _native_module(model, native, settings, group, shapes, later)
+        check_dtype(native.config, f"{Path(model) / 'config.json'}: ")
+        kinds = native.config.get("architectures") or [InferenceEngine.__name__]
+        module = Later(lambda: _native_module(model, native, settings, group, shapes), str(kinds[0]))
     return InferenceEngine(module, TensorParallelPlan(rank % tp_size, tp_size), settings, group, executor, "", native)
 
 
@@ -359,28 +358,14 @@ def _native_module(
     settings: InferenceConfig,
     group: dist.ProcessGroup | None,
     shapes: Mapping[int, torch.Size],
-    later: bool,
 ) -> nn.Module:
-    """The Hugging Face model that `native` computes.
-
-    Raises:
-        Unsupported: code that it runs was replaced; UsageError where the engine was there before, `later`.
-    """
-    from anyaccel.inference.hf.frozen import ADVICE
+    """The Hugging Face model that `native` computes."""
     from anyaccel.inference.hf.model import make_native, untie_head
-    from anyaccel.inference.modules.code import check_code
-    from anyaccel.inference.spec.mapping import Unsupported
 
     if isinstance(model, nn.Module):
         module: Any = model
     else:
         module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
-        try:
-            check_code(module)
-        except Unsupported as lack:
-            if not later:
-                raise
-            raise UsageError(f"{lack.feature} after the native runtime had packed the model; {ADVICE}") from lack
         untie_head(module, native)
     return make_native(module, native, settings.torch_dtype, group, shapes)
 
@@ -413,8 +398,8 @@ def _torch_engine(
     dtype = torch.bfloat16 if settings.dtype in QUANTISED else settings.torch_dtype
     if settings.dtype == "auto":
         dtype = stored_dtype(model if isinstance(model, nn.Module) else Path(model).expanduser())
-    if packed and (replaced := _replaced_layers(settings)):
-        packed, why = False, why or f"code for {replaced}"
+    if packed and (edited := _edited_layers(settings)):
+        packed, why = False, why or f"code for what {edited} computes here"
     source: WeightSource
     if folder is None:
         assert isinstance(model, nn.Module)
@@ -468,19 +453,19 @@ def _check_cache_options(settings: InferenceConfig) -> None:
         logger.warning("%s=%r has no effect: the model's own code has its own cache", name, value)
 
 
-def _replaced_layers(settings: InferenceConfig) -> str:
-    """What of torch's layers somebody has replaced, so that no packed ones may take their places."""
-    from anyaccel.inference.modules.code import replaced_in_torch
+def _edited_layers(settings: InferenceConfig) -> str:
+    """Which of torch's layers compute something of their own here, so that no packed ones may take their places."""
+    from anyaccel.inference.generic.runtime import edited_layers
 
-    replaced = replaced_in_torch()
-    if replaced and settings.dtype in QUANTISED:
+    edited = edited_layers()
+    if edited and settings.dtype in QUANTISED:
         raise UsageError(
-            f"dtype={settings.dtype!r} needs packed layers, which do without {replaced}; undo that, or choose "
-            "dtype='bf16'"
+            f"dtype={settings.dtype!r} needs packed layers, and {edited} computes something else here; undo that, or "
+            "choose dtype='bf16'"
         )
-    if replaced:
-        logger.warning("packed layers have no code for %s: the model's own stay as they are", replaced)
-    return replaced
+    if edited:
+        logger.warning("%s computes something else here than torch's: all layers stay as they are", edited)
+    return edited
 
 
 def _local_bytes(plan: TensorParallelPlan, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList, MinLengthLogitsProcessor
-from transformers.generation.utils import GenerationMixin
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import anyaccel
@@ -22,7 +22,6 @@ import family_cases
 from anyaccel.errors import UsageError
 from anyaccel.inference import InferenceEngine
 from anyaccel.inference.hf import native_generate
-from anyaccel.inference.hf.generate_code import replaced
 
 IDS = torch.tensor([[5, 17, 99, 3, 64]])
 CASES = ("llama", "mixtral", "gpt2")  # linears, stacked experts, Conv1D and a tied head
@@ -47,96 +46,84 @@ def _hook(*_: Any) -> None:
     pass
 
 
-def _each_module(do: Callable[[Any], object]) -> Callable[[Any], Iterator[Callable[[], object]]]:
-    def edits(model: Any) -> Iterator[Callable[[], object]]:
-        for _, module in _inner(model):
-            yield lambda module=module: do(module)
-
-    return edits
+Undo = Callable[[], object]
 
 
-def _each_weight(do: Callable[[Any], object]) -> Callable[[Any], Iterator[Callable[[], object]]]:
-    def edits(model: Any) -> Iterator[Callable[[], object]]:
-        for weight in _weights(model):
-            yield lambda weight=weight: do(weight)
+def _kept(module: nn.Module, do: Callable[[], object]) -> Undo:
+    """Edit a module, and return what puts all that it holds back as it was."""
+    before = {name: type(value)(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+    do()
 
-    return edits
+    def undo() -> None:
+        vars(module).clear()
+        vars(module).update(before)
+
+    return undo
 
 
-def _another_module(model: Any) -> Iterator[Callable[[], object]]:
+def _another_module(model: Any) -> Iterator[Callable[[], Undo]]:
     for name, _ in _inner(model):
         above, _, short = name.rpartition(".")
         parent = model.get_submodule(above)
-        yield lambda parent=parent, short=short: setattr(parent, short, nn.Identity())
-        yield lambda parent=parent, short=short: parent.__setitem__(0, nn.Identity()) if short == "0" else _raise()
-        yield lambda parent=parent, short=short: delattr(parent, short)
-        yield lambda parent=parent, short=short: parent.add_module(short, nn.Identity())
-        yield lambda parent=parent, short=short: parent._modules.pop(short)
+        edits = (
+            lambda parent=parent, short=short: setattr(parent, short, nn.Identity()),
+            lambda parent=parent, short=short: delattr(parent, short),
+            lambda parent=parent, short=short: parent.add_module(short, nn.Identity()),
+        )
+        for edit in edits:
+            yield lambda parent=parent, edit=edit: _kept(parent, edit)
 
 
-def _raise() -> None:
-    raise UsageError("a change here: not of this module")
-
-
-def _lists(model: Any) -> Iterator[Callable[[], object]]:
+def _lists(model: Any) -> Iterator[Callable[[], Undo]]:
     for _, module in _inner(model):
         if isinstance(module, nn.ModuleList):
             for do in (
                 lambda m: m.append(nn.Identity()),
                 lambda m: m.insert(0, nn.Identity()),
-                lambda m: m.extend([nn.Identity()]),
                 lambda m: m.pop(0),
                 lambda m: m.__delitem__(slice(0, 1)),
             ):
-                yield lambda do=do, module=module: do(module)
+                yield lambda do=do, module=module: _kept(module, lambda do=do, module=module: do(module))
 
 
-def _another_weight(model: Any) -> Iterator[Callable[[], object]]:
+def _another_weight(model: Any) -> Iterator[Callable[[], Undo]]:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 new = nn.Parameter(torch.ones(parameter.shape))
-                yield lambda module=module, name=name, new=new: setattr(module, name, new)
-                yield lambda module=module, name=name, new=new: module.register_parameter(name, new)
-                yield lambda module=module, name=name: setattr(module, name, None)
+                for value in (new, None):
+                    do = functools.partial(setattr, module, name, value)
+                    yield lambda module=module, do=do: _kept(module, do)
 
 
-def _values(model: Any) -> Iterator[Callable[[], object]]:
+def _values(model: Any) -> Iterator[Callable[[], Undo]]:
     """Numbers and functions that the modules of this architecture have."""
     for _, module in _inner(model):
         for name, value in list(vars(module).items()):
             if isinstance(value, int | float) and not isinstance(value, bool):
-                yield lambda module=module, name=name, value=value: setattr(module, name, value + 1)
-        yield lambda module=module: setattr(module, "forward", _hook)
-        yield lambda module=module: setattr(module, "__class__", nn.Identity)
+                yield lambda module=module, name=name, value=value: _kept(
+                    module, lambda: setattr(module, name, value + 1)
+                )
+        yield lambda module=module: _kept(module, lambda: setattr(module, "forward", _hook))
 
 
-EDITS: dict[str, Callable[[Any], Iterator[Callable[[], object]]]] = {
-    "another module": _another_module,
-    "lists": _lists,
-    "another weight": _another_weight,
-    "values": _values,
-    "forward hook": _each_module(lambda m: m.register_forward_hook(_hook)),
-    "forward pre-hook": _each_module(lambda m: m.register_forward_pre_hook(_hook)),
-    "call": _each_module(lambda m: m(IDS)),
-    "forward": _each_module(lambda m: m.forward(IDS)),
-    "state dict of a part": _each_module(lambda m: m.state_dict()),
-    "load into a part": _each_module(lambda m: m.load_state_dict({})),
-    "copy of a part": _each_module(copy.deepcopy),
-    "pickle of a part": _each_module(pickle.dumps),
-    "other dtype of a part": _each_module(lambda m: m.half() if next(m.parameters(), None) is not None else _raise()),
-    "in place": _each_weight(lambda w: w.mul_(2)),
-    "data in place": _each_weight(lambda w: w.data.copy_(torch.ones(w.shape))),
-    "data": _each_weight(lambda w: setattr(w, "data", torch.ones(w.shape))),
-    "sum": _each_weight(lambda w: w.sum()),
-    "list": _each_weight(lambda w: w.tolist()),
-    "array": _each_weight(lambda w: w.numpy()),
-    "copy": _each_weight(lambda w: w.clone()),
-    "initialise": _each_weight(nn.init.zeros_),
+def _hooks(model: Any) -> Iterator[Callable[[], Undo]]:
+    for _, module in _inner(model):
+        yield lambda module=module: module.register_forward_hook(_hook).remove
+        yield lambda module=module: module.register_forward_pre_hook(_hook).remove
+
+
+EDITS = [_another_module, _lists, _another_weight, _values, _hooks]
+READS: dict[str, Callable[[Any], object]] = {
+    "in place": lambda w: w.mul_(2),
+    "data in place": lambda w: w.data.copy_(torch.ones(w.shape)),
+    "data": lambda w: setattr(w, "data", torch.ones(w.shape)),
+    "sum": lambda w: w.sum(),
+    "list": lambda w: w.tolist(),
+    "array": lambda w: w.numpy(),
+    "copy": lambda w: w.clone(),
+    "initialise": nn.init.zeros_,
 }
-
-
-_TOLD = r"a change here|packed|run in the native runtime"
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -145,15 +132,38 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", EDITS)
-def test_an_edit_below_the_model_is_an_error_and_changes_nothing(kind: str, engine: InferenceEngine) -> None:
+def test_the_first_call_after_an_edit_is_an_error_until_it_is_undone(kind: Any, engine: InferenceEngine) -> None:
     before, shown = _logits(engine), repr(engine.module)
-    edits = list(EDITS[kind](engine.module))
+    edits = list(kind(engine.module))
     assert edits
     for edit in edits:
-        with torch.no_grad(), pytest.raises(UsageError, match=_TOLD):
-            edit()
+        undo = edit()
+        with pytest.raises(UsageError, match="was changed after the native runtime had packed the model"):
+            _logits(engine)
+        with pytest.raises(UsageError, match="was changed after the native runtime had packed the model"):
+            engine.generate(IDS, max_new_tokens=1)
+        undo()
     assert torch.equal(_logits(engine), before)
     assert repr(engine.module) == shown
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_values_of_weights_can_be_neither_read_nor_changed(kind: str, engine: InferenceEngine) -> None:
+    before = _logits(engine)
+    for weight in _weights(engine.module):
+        with torch.no_grad(), pytest.raises(UsageError, match="packed"):
+            READS[kind](weight)
+    assert torch.equal(_logits(engine), before)
+
+
+def test_parts_of_the_model_cannot_be_called_or_copied(engine: InferenceEngine) -> None:
+    for _, module in _inner(engine.module):
+        if any(True for _ in module.parameters()):
+            for do in (copy.deepcopy, pickle.dumps, lambda m: m.half()):
+                with pytest.raises(UsageError, match="packed"):
+                    do(module)
+    with pytest.raises(UsageError, match=r"embed_tokens\.weight|wte\.weight"):
+        next(iter(engine.module.children()))(IDS)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +175,7 @@ def test_an_edit_below_the_model_is_an_error_and_changes_nothing(kind: str, engi
         lambda m, folder: torch.save(m, folder / "model.pt"),
         lambda m, _: torch.save(m.state_dict(), io.BytesIO()),
         lambda m, _: copy.deepcopy(m),
-        lambda m, _: m.enable_input_require_grads(),
         lambda m, _: m.resize_token_embeddings(7),
-        lambda m, _: m.set_input_embeddings(nn.Embedding(131, 48)),
-        lambda m, _: m.set_output_embeddings(nn.Linear(48, 131)),
         lambda m, _: m.train(),
         lambda m, _: m.half(),
         lambda m, _: m.to_empty(device="cpu"),
@@ -230,63 +237,26 @@ def _seven(output: Any) -> Any:
     return output
 
 
-def _own_sample(self: Any, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return torch.cat([input_ids, torch.full((len(input_ids), 6), 7)], 1)
-
-
-def _own_generate(self: Any, inputs: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return _own_sample(self, inputs)
-
-
-def _own_inputs(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-    raise NotImplementedError("these inputs")
-
-
-def _the_models_own_class(model: Any) -> Any:
-    return type(model).__bases__[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "new"), [("_sample", _own_sample), ("generate", _own_generate), ("_get_logits_processor", _only)]
-)
-@pytest.mark.parametrize("place", [lambda _: GenerationMixin, _the_models_own_class, None], ids=["all", "kind", "one"])
-def test_methods_of_generation_that_are_replaced_count(
-    name: str, new: Any, place: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ["generate", "_get_logits_processor"])
+def test_methods_of_generation_of_the_model_itself_run(name: str, llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     native_generate._warned_of.clear()
     usual = _tokens(llama)
     assert usual != [7] * 6
-    if place is None:
-        monkeypatch.setitem(vars(llama), name, new.__get__(llama))
-    else:
-        monkeypatch.setattr(place(llama), name, new, raising=False)
-    # transformers does not look for the loop itself in an instance.
-    assert _tokens(llama) == (usual if place is None and name == "_sample" else [7] * 6)
-    assert place is None or name in caplog.text
-    monkeypatch.undo()
+    own = {
+        "generate": lambda inputs, **_: torch.cat([inputs, torch.full((1, 6), 7)], 1),
+        "_get_logits_processor": _only,
+    }
+    setattr(llama, name, own[name])
+    assert _tokens(llama) == [7] * 6
+    assert name == "generate" or name in caplog.text
+    delattr(llama, name)
     assert _tokens(llama) == usual
 
 
-def test_prepared_inputs_count(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_the_models_own_class(llama), "prepare_inputs_for_generation", _own_inputs, raising=False)
-    with pytest.raises(NotImplementedError, match="these inputs"):
-        _tokens(llama)
-
-
-def test_a_processor_that_is_replaced_counts(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"max_new_tokens": 6, "min_length": 11, "do_sample": False}
-    usual = llama.generate(IDS, **options)
-    monkeypatch.setattr(MinLengthLogitsProcessor, "__call__", _Only.__call__)
-    got = llama.generate(IDS, **options)
-    assert got[0, 5:].tolist() == [7] * 6
-    assert got.tolist() != usual.tolist()
-
-
-def test_another_function_of_transformers_under_the_name_counts(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = _the_models_own_class(llama)
-    assert replaced(llama, kind) == ""
-    monkeypatch.setattr(GenerationMixin, "_sample", GenerationMixin._beam_search)
-    assert replaced(llama, kind) == "LlamaForCausalLM._sample, which was replaced,"
+def test_processors_that_are_passed_run(llama: Any) -> None:
+    assert llama.generate(IDS, logits_processor=_only(), **GREEDY)[0, 5:].tolist() == [7] * 6
+    llama.generation_config.suppress_tokens = [each for each in range(131) if each != 9]
+    assert _tokens(llama) == [9] * 6
 
 
 def test_hooks_and_a_forward_of_the_model_itself_count(llama: Any) -> None:
@@ -315,32 +285,16 @@ def test_a_compiled_forward_stays_in_the_native_loop(llama: Any, caplog: pytest.
     assert "native loop" not in caplog.text
 
 
-def test_code_of_layers_that_is_replaced_afterwards_is_an_error(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, cache = _tokens(llama), llama(IDS).past_key_values
-    for kind in (LlamaMLP, nn.Linear, _the_models_own_class(llama)):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "forward", _hook)
-            with pytest.raises(UsageError, match=f"{kind.__name__}.forward was replaced after"):
-                llama(IDS)
-            with pytest.raises(UsageError, match=f"{kind.__name__}.forward was replaced after"):
-                _tokens(llama)
-            llama(IDS[:, :1], past_key_values=cache)  # steps are not slowed down
-    assert _tokens(llama) == usual
-
-
-def test_code_of_layers_that_was_replaced_before_a_model_is_read_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_code_of_layers_that_is_replaced_has_no_effect_on_files(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As docs/inference.md says; of a model in memory it counts where it was replaced before."""
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
     family_cases.build("llama").save_pretrained(tmp_path / "model")
-    usual = _logits(anyaccel.init_inference(tmp_path / "model", dtype="fp32"))
-    forward = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 2 * forward(self, x))
-    expected = _logits(anyaccel.init_inference(tmp_path / "model", dtype="fp32", runtime="plain"))
-    assert not torch.allclose(expected, usual, rtol=1e-2, atol=1e-2)
-    engine = anyaccel.init_inference(tmp_path / "model", dtype="fp32")
-    assert engine.why == "code for transformers.models.llama.modeling_llama.LlamaMLP.forward, which was replaced"
-    torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
+    usual = _tokens(llama)
+    monkeypatch.setattr(LlamaMLP, "forward", _hook)
+    assert _tokens(llama) == usual
+    assert _tokens(anyaccel.init_inference(tmp_path / "model", dtype="fp32").module) == usual
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
 
     check_folder(folder, lambda: Checkpoint(folder).shapes())
     where = folder / "config.json"
-    _check_dtype(read_json(where), f"{where}: ")
+    check_dtype(read_json(where), f"{where}: ")
     check_language_model(folder, read_json(where))
     config: Any
     try:
@@ -120,7 +120,7 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    _check_dtype(native.config, f"{path / 'config.json'}: ")
+    check_dtype(native.config, f"{path / 'config.json'}: ")
     try:
         config = _configuration(native.config)
         _forget_quantisation(config)
@@ -145,7 +145,7 @@ def _configuration(values: Mapping[str, Any]) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _check_dtype(given: Any, where: str) -> None:
+def check_dtype(given: Any, where: str) -> None:
     """Raise ModelError for a dtype in config.json that torch does not have, for which transformers would fail."""
     config = Values(given, where)
     for values in (config, config.mapping("text_config")):

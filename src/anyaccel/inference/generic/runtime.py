@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ from anyaccel import _llm, comm
 from anyaccel.inference.checkpoints.dequantised import HeldRows
 from anyaccel.inference.config import QUANTISED
 from anyaccel.inference.generic.tp.layers import RowParallelLinear
-from anyaccel.inference.modules.code import has_own_experts, is_own_method
 from anyaccel.inference.modules.layers import (
     TYPES,
     PackedEmbedding,
@@ -42,6 +41,7 @@ _FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 _PLAIN_SUBCLASSES = frozenset({"FalconLinear", "Conv1D"})
 _NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
 _ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
+_ROUNDING = 5e-2  # of what a module computes in 16 bits, as a share of its largest value
 _MOST_EXPERTS = 1024  # a linear named "gate" with more outputs is the gate of an MLP, not a router
 # Packages with code for many models: that such code reads a weight does not mean that this model uses it.
 _NOT_MODELS = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations")
@@ -217,9 +217,37 @@ def _has_values(weight: torch.Tensor) -> bool:
 
 
 def _is_as_written(module: nn.Module) -> bool:
-    """Whether the module has no hooks, and its forward and that of its class were not replaced."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in vars(module) and is_own_method(type(module), "forward")
+    """Whether the module has no hooks and no forward of its own."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def edited_layers() -> str:
+    """The first of torch's layers that somebody's code makes compute something else; empty if none does."""
+    from transformers.pytorch_utils import Conv1D
+
+    x, ids = _random(2, 4), torch.tensor([2, 0])
+    layers: tuple[tuple[Any, torch.Tensor, Callable[[Any], torch.Tensor]], ...] = (
+        (nn.Linear(4, 3), x, lambda layer: x @ layer.weight.T + layer.bias),
+        (Conv1D(3, 4), x, lambda layer: x @ layer.weight + layer.bias),
+        (nn.Embedding(5, 4), ids, lambda layer: layer.weight[ids]),
+    )
+    wrong = (type(layer).__name__ for layer, given, usual in layers if not _gives(layer, (given,), usual(layer), 1e-4))
+    return next(wrong, "")
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _gives(module: Any, inputs: tuple[Any, ...], expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether a module's result is `expected`, within a share of its largest value; no if it fails."""
+    try:
+        got = module(*inputs)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    same_shape = got.shape == expected.shape
+    return same_shape and bool((got - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:
@@ -333,7 +361,7 @@ def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> Pa
     up = "gate_up_proj" if module.has_gate else "up_proj"
     wanted = {weight + suffix for weight in (up, "down_proj") for suffix in ("", "_bias")[: 1 + module.has_bias]}
     stacked = dict(module.named_parameters())
-    if set(stacked) != wanted or not _is_as_written(module) or not has_own_experts(getattr(module, "config", None)):
+    if set(stacked) != wanted or not _is_as_written(module):
         return None
     if not all(map(_has_values, stacked.values())):
         return None
@@ -342,11 +370,20 @@ def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> Pa
         outputs = -1 if module.is_transposed else -2
         if matrices.dim() != 3 or (bias is not None and bias.shape != (len(matrices), matrices.shape[outputs])):
             return None
+
+    def packed(weight: str, experts: slice, precision: str) -> list[PackedLinear]:
+        bias = stacked.get(f"{weight}_bias")
+        few = None if bias is None else bias[experts]
+        return _pack_stack(stacked[weight][experts], few, module.is_transposed, precision, group_size)
+
+    first = PackedExperts(module, packed(up, slice(1), "fp32"), packed("down_proj", slice(1), "fp32"))
+    x = _random(3, stacked[up].shape[-2 if module.is_transposed else -1]).to(stacked[up].dtype)
+    inputs = x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1, dtype=x.dtype)
+    if not _gives(module, inputs, first(*inputs), _ROUNDING):
+        return None
     made = []
     for weight in (up, "down_proj"):
-        made.append(
-            _pack_stack(stacked[weight], stacked.get(f"{weight}_bias"), module.is_transposed, precision, group_size)
-        )
+        made.append(packed(weight, slice(None), precision))
         del stacked[weight], module._parameters[weight]
     return PackedExperts(module, made[0], made[1], name)
 
@@ -361,6 +398,10 @@ def _pack_parallel_experts(module: Any, precision: str, group_size: int, name: s
     takes = list(inspect.signature(type(module).forward).parameters)
     shape = tuple(getattr(module, size, 0) for size in ("num_experts", "output_size", "input_size"))
     if takes != ["self", "inputs", "expert_size"] or shape != tuple(weight.shape):
+        return None
+    x, counts = _random(3, weight.shape[2]).to(weight.dtype), [3] + [0] * (len(weight) - 1)
+    first = PackedParallelExperts(_pack_stack(weight[:1], None, False, "fp32", group_size))
+    if not _gives(module, (x, counts), first(x, [3]), _ROUNDING):
         return None
     linears = _pack_stack(weight, None, False, precision, group_size)
     module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)

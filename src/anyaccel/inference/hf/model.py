@@ -17,17 +17,10 @@ from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference.hf import native_generate
 from anyaccel.inference.hf.cache import NativeCache
-from anyaccel.inference.hf.frozen import (
-    check_code_is,
-    check_numbers_are,
-    code_of,
-    freeze,
-    numbers_of,
-    refuse_state_dict,
-)
 from anyaccel.inference.hf.generate_batch import generate_batch
 from anyaccel.inference.hf.generate_checks import check_arguments, check_input_ids, check_tokens, check_whole, mask_bits
 from anyaccel.inference.hf.precision import PrecisionMethods
+from anyaccel.inference.hf.snapshot import Snapshot, free_weights, refuse_state_dict
 from anyaccel.inference.modules.adapters import WithoutAdapters
 from anyaccel.outside import shown
 
@@ -44,15 +37,14 @@ _OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
 class NativeCausalLM(WithoutAdapters, PrecisionMethods):
     """A mixin that `make_native` adds to a model's own class.
 
-    The module keeps its structure and configuration; its parameters have no values, and its submodules are `frozen`.
+    The module keeps its structure and configuration; its parameters have no values, and a `Snapshot` finds edits.
     """
 
     # Any: transformers evaluates the annotations of its models' classes.
     _native: Any  # NativeModel
     _native_dtype: Any  # torch.dtype
     _native_group: Any  # dist.ProcessGroup | None
-    _native_code: Any  # dict[type, Callable]
-    _native_numbers: Any  # of the configuration
+    _native_snapshot: Any  # Snapshot
 
     def forward(
         self,
@@ -82,7 +74,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
 
         Raises:
             UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, the context
-                overflows, or the code of a layer's class or the configuration was changed.
+                overflows, or the modules or the configuration were changed.
         """
         if torch.compiler.is_compiling():  # there is nothing to compile here
             return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
@@ -106,7 +98,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         rows, tokens = input_ids.shape
         cache = NativeCache.adopt(past_key_values, native.model, native.spec.max_tokens)
         if not cache.get_seq_length():
-            self._check_unchanged()
+            self._native_snapshot.check()
         cache.begin(rows)
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
         _check_columns(cache, kwargs.pop("cache_position", None), tokens)
@@ -132,10 +124,6 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
             loss=loss, logits=logits, past_key_values=cache if use_cache or past_key_values is not None else None
         )
         return output.to_tuple() if return_dict is False else output
-
-    def _check_unchanged(self) -> None:
-        check_code_is(self._native_code)
-        check_numbers_are(self._native_numbers, self.config)  # type: ignore[attr-defined]
 
     def _check_unknown_arguments(self, kwargs: dict[str, Any]) -> None:
         """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
@@ -208,16 +196,15 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
             tokenizer: needed with stop_strings.
 
         Raises:
-            UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows; the code of
-                a layer's class or the configuration was changed.
+            UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows; the
+                modules or the configuration were changed.
             ModelError: the logits are NaN.
         """
         call = native_generate.Call(
             inputs, generation_config, logits_processor, stopping_criteria, args, streamer, kwargs
         )
-        self._check_unchanged()
-        own = super().generate  # type: ignore[misc]
-        return native_generate.generate(self, call, own, type(self).__bases__[1])
+        self._native_snapshot.check()
+        return native_generate.generate(self, call, super().generate)  # type: ignore[misc]
 
     @torch.no_grad()
     def generate_batch(
@@ -291,6 +278,9 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         if mode:
             refuse_state_dict("train()")
         return self
+
+    def _apply(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse_state_dict("a conversion of all weights")
 
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         refuse_state_dict("save_pretrained()")
@@ -387,9 +377,8 @@ def make_native(
     for each in module.modules():
         vars(each).pop("_compiled_call_impl", None)  # it would use the freed weights
     module.zero_grad(set_to_none=True)  # gradients are useless without the weights
-    module._native_code = code_of(module)  # type: ignore[assignment]
-    module._native_numbers = numbers_of(module.config)
-    freeze(module, shapes or {})
+    free_weights(module, shapes or {})
+    module._native_snapshot = Snapshot(module)  # type: ignore[assignment]
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
     module._native, module._native_dtype, module._native_group = native, dtype, group  # type: ignore[assignment]
     return module

@@ -25,7 +25,6 @@ from anyaccel.inference.hf.generate_checks import (
     mask_bits,
     sampling_options,
 )
-from anyaccel.inference.hf.generate_code import replaced
 from anyaccel.inference.hf.group import in_step
 from anyaccel.inference.hf.kept import configurations_kept
 from anyaccel.inference.hf.native_loop import Job, run
@@ -82,8 +81,8 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> Any:
-    """Run `call` natively, or through `own`, Hugging Face's generate for models of the class `kind`."""
+def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
+    """Run `call` natively, or through `own`, Hugging Face's generate."""
     kwargs = call.kwargs
     check_arguments(vars(call.generation_config) if call.generation_config is not None else {})
     check_arguments(
@@ -111,7 +110,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
                 call.inputs = inputs
             else:
                 kwargs["input_ids"] = inputs
-    unsupported = _unsupported_argument(call, inputs) or replaced(module, kind)
+    unsupported = _unsupported_argument(call, inputs) or _own_code(module)
     config = model_kwargs = None
     if not unsupported:
         given = {name: value for name, value in kwargs.items() if name != "input_ids"}
@@ -143,6 +142,21 @@ def _say_once(argument: str, text: str, *told: str) -> None:
     if argument not in _warned_of:
         _warned_of.add(argument)
         logger.warning(text, *told)
+
+
+def _own_code(module: Any) -> str:
+    """What a model runs that its class does not: a hook, or a function that somebody put on it; empty if nothing."""
+    everywhere: Any = torch.nn.modules.module
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a forward hook"
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "a forward hook of all modules"
+    for name, value in vars(module).items():
+        usual = getattr(type(module), name, None)
+        compiled = getattr(value, "_torchdynamo_orig_callable", None)  # computes the same
+        if callable(usual) and getattr(compiled, "__func__", None) is not usual:
+            return f"{name}, which this model has its own of,"
+    return ""
 
 
 def _unsupported_argument(call: Call, inputs: Any) -> str:

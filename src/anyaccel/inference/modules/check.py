@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model in memory is what its configuration says: the native runtime computes that, and not the modules."""
+"""Whether a model in memory has the modules and shapes of its configuration: the native runtime knows no others.
+
+What those modules compute is compared by running them, see `native/module_probe.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyaccel.inference.modules.code import check_code, check_implementations, is_transformers_hook
-from anyaccel.inference.modules.state import compare_state, restore_buffers
 from anyaccel.inference.spec.mapping import Unsupported
 
 
-def check_unmodified(model: nn.Module) -> None:
+def check_structure(model: nn.Module) -> None:
     """Compare a model with the one that transformers builds from its configuration, without memory.
 
     Raises:
-        Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or a head of its own.
+        Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or shapes of its own.
     """
     kind = type(model)
-    config: Any = getattr(model, "config", None)
-    if kind not in _causal_lms(config):
+    if kind not in _causal_lms(getattr(model, "config", None)):
         raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})"
-        check_implementations(getattr(module, "config", None), f" in {where}" if name else "")
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not all(map(is_transformers_hook, hooks)):
+        if not all(map(_is_transformers, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             raise Unsupported(f"code for forward hooks ({where})")
         if "forward" in vars(module):
             raise Unsupported(f"code for a forward that was replaced ({where})")
-    plain = _as_configured(model)
-    _compare(model, plain)
-    check_code(model)
-    restore_buffers(plain)
-    compare_state(model, plain)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    if tied and head is not None and head.weight is not embedding.weight:
-        raise Unsupported("code for a head with weights of its own where the configuration ties it to the embedding")
+    _compare(model, _as_configured(model))
+
+
+def _is_transformers(hook: Any) -> bool:
+    """Whether it is a hook of transformers, which only record outputs or mark inputs for training."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _causal_lms(config: Any) -> tuple[type, ...]:

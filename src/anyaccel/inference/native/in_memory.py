@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in memory as a checkpoint, once it is known to be what its configuration says."""
+"""A model in memory as a checkpoint, once it is known to compute what its configuration says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from anyaccel.inference.spec.mapping import Unsupported
 
 
 def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: bool) -> Checkpoint:
-    """The same for a Hugging Face model in memory, or a TensorSource with a config."""
+    """The checkpoint of a Hugging Face model in memory, or of a TensorSource with a config.
+
+    Raises:
+        Unsupported: the model is not what its configuration says, or computes something else.
+    """
     if hasattr(model, "tensor"):
         if config is None:
             raise ModelError("a TensorSource needs a config")
@@ -21,13 +25,14 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
     own = config or getattr(model, "config", None)
     if own is None:
         raise Unsupported("model without a config")
+    rounded = _rounded(model)
     if config is None and not isinstance(own, Mapping):
-        from anyaccel.inference.modules.check import check_unmodified
+        from anyaccel.inference.modules.check import check_structure
         from anyaccel.inference.native.module_probe import check_computes_the_same
 
-        check_unmodified(model)
+        check_structure(model)
         try:
-            check_computes_the_same(model, own.to_dict())
+            check_computes_the_same(model, own.to_dict(), rounded)
         except Unsupported:
             raise
         except ModelError as error:  # the model's own code may run all the same
@@ -35,7 +40,7 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)
     generation_values = generation.to_dict() if generation is not None else {}
-    return Checkpoint(ModuleSource(model, release), values, generation_values, rounded=_rounded(model))
+    return Checkpoint(ModuleSource(model, release), values, generation_values, rounded=rounded)
 
 
 def _rounded(model: Any) -> Callable[[Sequence[float]], tuple[float, ...]] | None:

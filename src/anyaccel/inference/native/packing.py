@@ -79,15 +79,12 @@ class Plan:
         self.config = checkpoint.config
         self.family = family_of(checkpoint.config)
         self.whole = whole or self.family.spec(checkpoint.config)
-        if checkpoint.rounded is not None and not whole:
-            ropes = [
-                # longrope's are computed anew in each call
-                rope if rope.long_inv_freq else replace(rope, inv_freq=checkpoint.rounded(rope.inv_freq))
-                for rope in self.whole.ropes
-            ]
-            self.whole = replace(self.whole, ropes=tuple(ropes))
+        if checkpoint.rounded is not None:
+            # Those of long texts (longrope) are computed when they are needed.
+            ropes = tuple(replace(rope, inv_freq=checkpoint.rounded(rope.inv_freq)) for rope in self.whole.ropes)
+            self.whole = replace(self.whole, ropes=ropes)
         # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
-        self.untied = None if whole else own_head(self.source, self.family, self.whole)
+        self.untied = own_head(self.source, self.family, self.whole)
         if self.untied:
             self.whole = replace(self.whole, tied=False)
         self._known: set[str] = set()  # tensors that the model's weights may be called
