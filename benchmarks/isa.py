@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every variant of our kernels that this machine can run, beside its peers, in each precision.
 
-Prints a block named after the processor, and with --write puts it into benchmarks/results/variants.md, in the place of
-an older one of that processor. Rates are tokens a second, medians; all contenders take turns, each in fresh processes.
-llama.cpp runs the model's own file where llama-bench is found (PATH, or LLAMACPP_BIN) and that is a GGUF file; peers with models
-of their own are given as for benchmarks/llm.py.
+Prints a block named after the processor, and with --write puts it into benchmarks/results/variants.md, in the place
+of an older one of that processor. Rates are tokens a second, medians; all contenders take turns, each in fresh
+processes. llama.cpp runs the model's own file where llama-bench is found (PATH, or LLAMACPP_BIN) and that is a GGUF
+file; peers with models of their own are given as for benchmarks/llm.py.
 
   make bench-isa
   make bench-isa ARGS="--model L --against int8:llama.cpp=L-Q8_0.gguf --against int8:openvino=ov-int8 \\
