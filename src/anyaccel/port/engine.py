@@ -81,7 +81,7 @@ def port_text(
     edits: list[Edit] = []
     fixed: list[Place] = []
     suppressed = 0
-    for rule, place in _unguarded(module, list(_places(module))):
+    for rule, place in _unguarded(module, list(_places(module, wanted))):
         start, end = module.span(place.node)
         first, last = bisect.bisect_right(starts, start), bisect.bisect_right(starts, end)
         if not wanted(rule.code):
@@ -127,8 +127,8 @@ def _parsed(text: str, own_cuda: bool) -> Module:
     return module
 
 
-def _places(module: Module) -> Iterator[tuple[Rule, Place]]:
-    """All places in the order of the text; where two are about one node, the first rule speaks for it."""
+def _places(module: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Rule, Place]]:
+    """All places in the order of the text; where two are about one node, the first wanted rule speaks for it."""
     seen: set[cst.CSTNode] = set()
     removed: list[tuple[int, int]] = []
     for node in module.nodes:
@@ -138,8 +138,11 @@ def _places(module: Module) -> Iterator[tuple[Rule, Place]]:
                 continue
             if _shows_code(module, place.node) or _is_scripted(module, place.node):
                 place.message, place.edits = place.message.partition("; use")[0] + ": its code is read as it stands", ()
-            seen.add(place.node)
-            if (place.tier or rule.tier) is Tier.SAFE:
+            elif module.enclosing(place.node, cst.MatchPattern) is not None:
+                place.message, place.edits = place.message.partition("; use")[0] + ": a pattern can hold no call", ()
+            if wanted(rule.code):
+                seen.update((place.node, *place.covers))
+            if wanted(rule.code) and (place.tier or rule.tier) is Tier.SAFE:
                 removed += [(each.start, each.end) for each in place.edits if each.end > each.start]
             yield rule, place
 

@@ -51,7 +51,9 @@ def _removals(module: Module, fixed: Sequence[Place]) -> Iterator[Edit]:
     for statement, names in gone.items():
         line = module.parent(statement)
         alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-        if not alone or not isinstance(module.parent(line), cst.Module) or "#" in module.source(line):
+        start, end = module.span(line)
+        commented = b"#" in module.data[start : _after_line(module, end)]
+        if not alone or not isinstance(module.parent(line), cst.Module) or commented:
             continue
         assert isinstance(statement, cst.Import | cst.ImportFrom)
         kept = [each for each in statement.names if (each.evaluated_alias or each.evaluated_name) not in names]  # type: ignore[union-attr]
@@ -77,7 +79,8 @@ def _insertions(module: Module, lines: Sequence[str], first_use: int) -> Iterato
     if CELL_MARK in module.text:  # cells are run in any order: each that imports torch brings the name too
         done = {module.data.count(CELL_MARK.encode(), 0, place)}
         for statement, line in _imports(module):
-            at = _after_line(module, module.span(line)[1])
+            apart = len(line.body) > 1  # what follows in the same line may use the name
+            at = _line_start(module, line) if apart else _after_line(module, module.span(line)[1])
             cell = module.data.count(CELL_MARK.encode(), 0, at)
             if _root(statement) == "torch" and cell not in done:
                 done.add(cell)
@@ -92,7 +95,7 @@ def _place(module: Module, first_use: int) -> tuple[int, int, int]:
     group: list[tuple[cst.Import | cst.ImportFrom, cst.SimpleStatementLine]] = []
     previous: cst.SimpleStatementLine | None = None
     for statement, line in _imports(module):
-        if module.span(line)[0] >= first_use:
+        if module.span(line)[1] > first_use:  # `import torch; x = torch.zeros(2).cuda()` is one line
             break
         if _root(statement) == "__future__":
             continue

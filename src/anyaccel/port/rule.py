@@ -38,6 +38,7 @@ class Place:
         needs_cuda: without an edit this fails on every other device, so a guard around it stays.
         guards: code that runs only where the place says that CUDA is there.
         imports_torch: the edits write `torch`.
+        covers: nodes within it that these edits port, so that no other rule speaks for them.
     """
 
     node: cst.CSTNode
@@ -47,6 +48,7 @@ class Place:
     needs_cuda: bool = False
     guards: cst.CSTNode | None = None
     imports_torch: bool = False
+    covers: tuple[cst.CSTNode, ...] = ()
 
 
 NodeFinder = Callable[[Module, Any], Iterator[Place]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from anyaccel.port.module import Module, dotted, last_name, text_of
+from anyaccel.port.module import Edit, Module, dotted, last_name, text_of
 
 _PASSES_ON = cst.IfExp | cst.BooleanOperation | cst.NamedExpr | cst.Await
 _CUDA_TEXT = re.compile(r"cuda(?::(\d+))?")
@@ -84,7 +84,8 @@ def is_text(module: Module, node: cst.CSTNode) -> bool:
 def is_key(module: Module, node: cst.CSTNode) -> bool:
     """Whether a string is a key that is looked up: d["cuda"], {"cuda": x}."""
     use = use_of(module, node)
-    if module.enclosing(node, cst.Annotation) is not None:
+    types = module.enclosing(node, cst.Annotation, cst.Subscript)
+    if isinstance(types, cst.Annotation) or last_name(getattr(types, "value", None)) == "Literal":
         return False
     return use.kind == "Index" or (isinstance(use.node, cst.DictElement) and module.is_within(node, use.node.key))
 
@@ -143,6 +144,22 @@ def device_text(node: cst.CSTNode) -> cst.BaseExpression | str | None:
         ):
             return arg.value if text_of(text) in ("cuda:{}", "cuda:{0}", "cuda:{:d}") else None
     return None
+
+
+def name_edits(module: Module, node: cst.BaseExpression, call: cst.Call | None = None) -> tuple[Edit, ...]:
+    """A CUDA device's name, perhaps an argument of this call, becomes the accelerator's; empty if it has no fix."""
+    index = device_text(node)
+    if isinstance(index, cst.BaseExpression):
+        if "#" in module.source(node):
+            return ()
+        start, end = module.span(node)
+        return Edit(start, module.before(index, "").start, module.device_name), Edit(module.end(index), end, ")")
+    if not index and call is not None and module.full_name(call.func) == "torch.device" and len(call.args) == 2:
+        name, number = call.args  # torch.device("cuda", i) has the index beside the name
+        if name.value is node:
+            opening = Edit(module.span(name)[0], module.span(number.value)[0], module.device_name)
+            return opening, module.after(number.value, ")")
+    return (module.replace(node, module.method("device_name", *([index] if index else []))),)
 
 
 def _inside_str(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -298,6 +298,7 @@ def test_what_has_no_fix_is_reported_and_holds_nothing_back(code: str) -> None:
         ('run = {"cuda": a, "cpu": b}[kind]', f'run = {{{NAME}: a, "cpu": b}}[kind]'),
         ('def f(impl="cuda"): pass', f"def f(impl={NAME}): pass"),
         ('for d in ["cpu", "cuda"]: pass', f'for d in ["cpu", {NAME}]: pass'),
+        ('for each in ["to", "cuda"]: pass', f'for each in ["to", {NAME}]: pass'),
         ("class A:\n    def cuda(self): pass\nA().cuda()", f"A().to({NAME})"),
         (
             'add_argument("--backend", choices=["nccl", "gloo"])',
@@ -324,3 +325,48 @@ def test_a_rule_that_is_not_wanted_is_neither_applied_nor_reported() -> None:
 def test_what_is_no_python_is_reported_with_its_place(text: str) -> None:
     with pytest.raises(NotPythonError, match=r"^\d+:\d+: "):
         port_text(text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('print("on", "cuda" if torch.cuda.is_available() else "cpu")', f'print("on", {NAME})'),
+        ("x = f\"{'cuda' if torch.cuda.is_available() else 'cpu'}:{i}\"", f'x = f"{{{NAME}}}:{{i}}"'),
+        ('d = f"cuda:{(i)}" if torch.cuda.is_available() else "cpu"', "d = get_accelerator().device_name((i))"),
+        ('d = {"cuda" if torch.cuda.is_available() else "cpu": 1}', f"d = {{{NAME}: 1}}"),
+    ],
+)
+def test_a_choice_of_devices_is_ported_as_one(before: str, after: str) -> None:
+    """Its name goes with its guard, in a text for people too, and whichever other rules are wanted."""
+    before, after = f"import torch\n{before}\n", f"import torch\nfrom anyaccel import get_accelerator\n{after}\n"
+    assert port(before) == after
+    assert port_text(before, wanted=lambda code: code == "ACC111").text == after
+    without = port_text(before, wanted=lambda code: code != "ACC111").text
+    assert "torch.cuda" not in without
+
+
+def test_patterns_are_left_and_hold_nothing_back() -> None:
+    text = (
+        'match x.device.type:\n    case "cuda" | "cuda:0" if y.is_cuda:\n        x.cuda()\n'
+        "    case torch.cuda.Stream():\n        pass\n"
+    )
+    ported = port(f"import torch\n{text}")
+    assert 'case "cuda" | "cuda:0" if get_accelerator().on_accelerator(y):\n        x.to(' in ported
+    assert "case torch.cuda.Stream():" in ported
+    assert codes(f"import torch\n{text}") == ["ACC201", "ACC201", "ACC303", "ACC301", "ACC106"]
+
+
+def test_the_import_comes_before_a_use_in_the_line_of_other_imports() -> None:
+    assert port("import torch; x = torch.zeros(2).cuda()\n").endswith(
+        f"from anyaccel import get_accelerator\n\nimport torch; x = torch.zeros(2).to({NAME})\n"
+    )
+
+
+def test_an_import_with_a_comment_stays() -> None:
+    text = "import torch\nfrom torch.cuda import synchronize  # why\nsynchronize()\n"
+    assert "from torch.cuda import synchronize  # why\n" in port(text)
+
+
+def test_types_of_texts_are_no_keys() -> None:
+    text = 'import typing\nDevice = typing.Literal["cuda", "cpu"]\n'
+    assert port_text(text, unsafe=True).text == text

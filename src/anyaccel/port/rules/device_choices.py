@@ -9,7 +9,7 @@ import libcst as cst
 
 from anyaccel.port.module import Edit, Module, text_of
 from anyaccel.port.rule import Place, Rule, Tier
-from anyaccel.port.uses import device_text
+from anyaccel.port.uses import device_text, name_edits
 
 RULE = Rule(
     code="ACC111",
@@ -32,12 +32,10 @@ def find(module: Module, node: cst.IfExp) -> Iterator[Place]:
     if not asked or "#" in module.source(node):
         return
     body, orelse = (_inside_device(module, each) for each in (node.body, node.orelse))
-    if device_text(body) is not None and text_of(orelse) == "cpu":
-        yield Place(
-            node,
-            "a device picked by hand; use `get_accelerator().device_name()`",
-            (Edit(module.end(node.body), module.span(node)[1], ""),),
-        )
+    if device_text(body) is None or text_of(orelse) != "cpu":
+        return
+    edits = (*name_edits(module, body), Edit(module.end(node.body), module.span(node)[1], ""))
+    yield Place(node, "a device picked by hand; use `get_accelerator().device_name()`", edits, covers=(body,))
 
 
 def _inside_device(module: Module, node: cst.BaseExpression) -> cst.BaseExpression:

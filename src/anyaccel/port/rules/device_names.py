@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port.module import Edit, Module
+from anyaccel.port.module import Module
 from anyaccel.port.rule import Place, Rule, Tier
-from anyaccel.port.uses import device_text, guarded, is_key, is_listed, is_text, use_of
+from anyaccel.port.uses import device_text, guarded, is_key, is_listed, is_text, name_edits, use_of
 
 RULE = Rule(
     code="ACC201",
@@ -38,14 +38,15 @@ for device in ["cpu", "cuda"]:
 )
 # Parameters and variables that choose something else than a device, such as the way in which a kernel is written.
 _OTHER_CHOICE = re.compile(r"impl|implementation|engine|kernel|mode|provider")
+# In a list with these it is beside the CPU's name, or is itself the name of a method of tensors.
+_OTHERS = ("cpu", "to", "half", "float", "double")
 _MESSAGE = "a CUDA device's name; use `get_accelerator().device_name(...)`"
 
 
 @RULE.on_node(cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call)
 def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
     """Such a name, in all its spellings."""
-    index = device_text(node)
-    if index is None:
+    if device_text(node) is None:
         return
     if is_text(module, node):
         if is_key(module, node):
@@ -59,26 +60,10 @@ def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
     if _asks_for_cuda(module, node):
         return
     use = use_of(module, node)
-    tier = Tier.UNSAFE if is_listed(module, node, "cpu") or _OTHER_CHOICE.fullmatch(use.name) else None
+    tier = Tier.UNSAFE if is_listed(module, node, *_OTHERS) or _OTHER_CHOICE.fullmatch(use.name) else None
     guards = guarded(module, node) if use.kind in ("Comparison", "ComparisonTarget") else None
-    if isinstance(index, str):
-        edits = _with_index(module, node, use.call) if use.call is not None and not index else ()
-        edits = edits or (module.replace(node, module.method("device_name", *([index] if index else []))),)
-    else:
-        (start, end), (first, last) = module.span(node), module.span(index)
-        edits = (Edit(start, first, module.device_name), Edit(last, end, ")"))
-        if index.lpar or "#" in module.source(node):
-            edits = ()
+    edits = name_edits(module, node, use.call)
     yield Place(node, _MESSAGE, edits, tier, guards=guards)
-
-
-def _with_index(module: Module, node: cst.BaseExpression, call: cst.Call) -> tuple[Edit, ...]:
-    """torch.device("cuda", i) has the index beside the name."""
-    if module.full_name(call.func) != "torch.device" or len(call.args) != 2 or call.args[0].value is not node:
-        return ()
-    name, index = call.args
-    opening = Edit(module.span(name)[0], module.span(index.value)[0], module.device_name)
-    return opening, module.after(index.value, ")")
 
 
 def _asks_for_cuda(module: Module, node: cst.BaseExpression) -> bool:
