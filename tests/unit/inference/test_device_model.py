@@ -244,12 +244,12 @@ def test_a_server_drives_it_as_the_native_model(models: list[Any]) -> None:
         slots = Slots(model)
         long, options = _prompt(90), {"max_new_tokens": 4, "logprobs": 0}
         new = {"1": (long, dict(options)), "2": ([*long[:80], 7], dict(options))}
-        told = [slots.apply(Work([("Start", [1, -1, 0])], {"1": new["1"]}, [(1, 64)])).tokens]
+        told = [slots.apply(Work([("start", [1, -1, 0])], {"1": new["1"]}, [(1, 64)])).tokens]
         told.append(slots.apply(Work(run=[(1, 26)])).tokens)
-        told.append(slots.apply(Work([("Start", [2, 1, 64])], {"2": new["2"]}, [(1, 1), (2, 17)])).tokens)
+        told.append(slots.apply(Work([("start", [2, 1, 64])], {"2": new["2"]}, [(1, 1), (2, 17)])).tokens)
         outcome = slots.apply(Work(run=[(1, 1), (2, 1)]), MultiStep(1, TokenFeed(), 0))
         told += [outcome.tokens, outcome.before, sorted(outcome.scores)]
-        told.append(slots.apply(Work([("Drop", [1])], run=[(2, 1)])).tokens)
+        told.append(slots.apply(Work([("drop", [1])], run=[(2, 1)])).tokens)
         slots.clear()
         return told
 

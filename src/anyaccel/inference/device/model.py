@@ -168,12 +168,12 @@ class DeviceModel:
         anonymous: bool = False,
         hosts: Sequence[int] = (),
         addresses: Sequence[str] = (),
-        wire: str = "f32",
-        between: str = "",
+        wire_dtype: str = "f32",
+        transport: str = "",
     ) -> str:
         """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there.
 
-        That sums in the model's own dtype, within a host and between hosts: `wire` and `between` have no effect.
+        That sums in the model's own dtype, within a host and between hosts: `wire_dtype` and `transport` have no effect.
         """
         return ""
 
