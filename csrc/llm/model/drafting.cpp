@@ -19,11 +19,11 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
                        " ranks, the model among " + std::to_string(spec_.size * spec_.stages));
   }
   const auto held = lock();
-  if (draft != nullptr && draft_of_policy_.lock() != draft) {
+  if (draft != nullptr && draft_of_pace_.lock() != draft) {
     const Weights::Load own = weights_.load(spec_), its = draft->weights_.load(draft->spec_);
-    model_drafts_ = {};
-    model_drafts_.set_cost(its.bytes / own.bytes, its.products / own.products);
-    draft_of_policy_ = draft;
+    model_pace_ = {};
+    model_pace_.set_cost(its.bytes / own.bytes, its.products / own.products);
+    draft_of_pace_ = draft;
     draft_cost_ = its.bytes / own.bytes;
     draft_pause_ = 0;
   }
@@ -31,9 +31,7 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
   translation_ = std::move(translation);
 }
 
-DraftPolicy& Model::policy_of(const Request& request) {
-  return request.options_.draft_model ? model_drafts_ : text_drafts_;
-}
+DraftPace& Model::pace_of(const Request& request) { return request.options_.draft_model ? model_pace_ : text_pace_; }
 
 int64_t Model::answers_only(const std::vector<Request*>& requests) {
   int64_t count = 0;
@@ -46,7 +44,7 @@ int64_t Model::answers_only(const std::vector<Request*>& requests) {
   return count;
 }
 
-void Model::draft(const std::vector<Request*>& requests, DraftPolicy::Step& step) {
+void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) {
   const auto count = static_cast<int64_t>(requests.size());
   if (count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
   std::vector<Request*> by_text, by_model;
@@ -64,39 +62,49 @@ void Model::draft(const std::vector<Request*>& requests, DraftPolicy::Step& step
   if (!by_model.empty()) draft_by_model(by_model, always, step);
 }
 
-DraftPolicy::Plan Model::plan_drafts(const std::vector<Request*>& requests, int64_t most) {
-  DraftPolicy& policy = policy_of(*requests.front());
+DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, int64_t most) {
+  DraftPace& pace = pace_of(*requests.front());
   const bool by_model = requests.front()->options_.draft_model;
   const bool ranks = spec_.size > 1 || spec_.stages > 1;
   if (by_model && ranks && draft_pause_ > 0) {
     --draft_pause_;
     return {};
   }
-  DraftPolicy::Batch batch{.requests = static_cast<int64_t>(requests.size()), .most = most, .answered = INT64_MAX};
+  DraftPace::Batch batch{.requests = static_cast<int64_t>(requests.size()), .most = most, .chance = 1};
+  batch.again.fill(1);
+  batch.proven = true;
+  batch.answered = batch.known = INT64_MAX;
   for (const Request* request : requests) {
     const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
-    const size_t context = request->draft_context();
-    batch.acceptance *= policy.acceptance(request->acceptance_, context);
-    for (size_t other = 0; other < batch.again.size(); ++other)
-      batch.again[other] *= policy.acceptance(request->acceptance_, context, other);
+    const bool part = request->draft_from_ > 0;
+    const size_t level = request->draft_level();
+    const double chance = request->acceptance_.value(pace.prior(level));
+    batch.chance *= chance;
+    for (size_t other = 0; other < batch.again.size(); ++other) {
+      const double prior = request->acceptance_.value(pace.prior(other));
+      batch.again[other] *= other > level ? pace.with_more(chance, other) : std::min(chance, prior);
+    }
     batch.proven = batch.proven && request->acceptance_.proven();
+    batch.lost = request == requests.front() ? request->draft_lost_ : std::max(batch.lost, request->draft_lost_);
     batch.answered = std::min(batch.answered, answered);
     if (const int64_t limit = request->options_.max_new_tokens; limit > 0)
       batch.left = std::min(batch.left, limit - answered);
     if (!by_model) continue;
-    batch.length += length;
-    const bool follows = request->follows(draft_) && batch.unread >= 0;
-    batch.unread = follows ? batch.unread + length - request->draft_read_to_ : -1;
+    batch.part = batch.part || part;
+    batch.known = std::min(batch.known, length - request->draft_from_);
+    const int64_t unread = request->follows(draft_) ? length - request->draft_read_to_ : length;
+    batch.tokens += part ? length : unread;
+    if (batch.unread >= 0) batch.unread = request->follows(draft_) ? batch.unread + unread : -1;
   }
-  const DraftPolicy::Plan plan = policy.plan(batch);
-  if (!ranks) return plan;
-  // The other ranks have measured other times: rank 0 decides. Within its pause nothing is exchanged.
+  const DraftPace::Choice choice = pace.choose(batch);
+  if (!ranks) return choice;
+  // The other ranks have measured other times. Rank 0 decides, and within its pause nothing is exchanged.
   constexpr uint64_t kByte = 256;
   const uint64_t shared =
-      forward_.shared(static_cast<uint64_t>(plan.width) +
-                      kByte * (static_cast<uint64_t>(plan.context) + kByte * static_cast<uint64_t>(plan.pause)));
+      forward_.shared(static_cast<uint64_t>(choice.width) +
+                      kByte * (static_cast<uint64_t>(choice.reads) + kByte * static_cast<uint64_t>(choice.pause)));
   if (by_model) draft_pause_ = static_cast<int64_t>(shared / kByte / kByte);
-  return {static_cast<int64_t>(shared % kByte), static_cast<size_t>(shared / kByte % kByte)};
+  return {static_cast<int64_t>(shared % kByte), static_cast<DraftPace::Reads>(shared / kByte % kByte)};
 }
 
 void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
@@ -111,7 +119,7 @@ void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
     longest = std::max(longest, length);
   }
   const bool useful = longest > 0 && (shortest > 0 || always);
-  const int64_t width = !useful ? 0 : always ? longest : plan_drafts(requests, longest).width;
+  const int64_t width = !useful ? 0 : always ? longest : choose_drafts(requests, longest).width;
   for (size_t i = 0; i < requests.size(); ++i)
     if (width == 0 && !drafts[i].empty()) requests[i]->guess(drafts[i].front());
   for (size_t i = 0; i < requests.size(); ++i)
@@ -120,12 +128,12 @@ void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
 }
 
 // The draft model's request that goes on where this one is, null where it cannot.
-Request* Model::drafter_of(Request& request, int64_t most, size_t context) {
+Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads reads) {
   const auto all = static_cast<int64_t>(request.tokens_.size());
-  if (context != DraftPolicy::kGoOn || !request.follows(draft_)) {
-    if (request.draft_from_ > 0) request.acceptance_ = {};  // its drafts are others then
-    request.draft_from_ =
-        context < DraftPolicy::kWhole ? std::max<int64_t>(all - DraftPolicy::kContexts[context], 0) : 0;
+  if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
+    // Its drafts are others then.
+    if (request.draft_from_ > 0 && reads != DraftPace::Reads::on) request.acceptance_ = {};
+    request.draft_from_ = DraftPace::is_end(reads) ? std::max<int64_t>(all - DraftPace::end_tokens(reads), 0) : 0;
   }
   std::vector<int64_t> tokens(request.tokens_.begin() + request.draft_from_, request.tokens_.end());
   if (translation_.to_draft) tokens = translation_.to_draft(tokens);
@@ -155,7 +163,7 @@ std::optional<double> Model::draft_cost() {
 
 bool Model::draft_can_pay() {
   const auto held = lock();
-  return draft_ != nullptr && model_drafts_.can_pay();
+  return draft_ != nullptr && model_pace_.can_pay();
 }
 
 std::pair<int64_t, int64_t> Model::draft_work() {
@@ -163,17 +171,17 @@ std::pair<int64_t, int64_t> Model::draft_work() {
   return {draft_read_, draft_passes_};
 }
 
-void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPolicy::Step& step) {
+void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step) {
   if (draft_ == nullptr) return;
   const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
   int64_t width = most;
   for (const Request* request : requests) width = std::min(width, request->draft_room(most));
-  DraftPolicy::Plan plan{most};
+  DraftPace::Choice choice{most};
   if (!always)
-    plan = plan_drafts(requests, width);
+    choice = choose_drafts(requests, width);
   else if (requests.front()->options_.draft_end)
-    plan.context = 0;
-  width = plan.width;
+    choice.reads = DraftPace::Reads::end;
+  width = choice.width;
   struct One {
     Request* request;
     Request* drafter;
@@ -185,12 +193,12 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
   if (width > 0)
     for (Request* request : requests) {
       const int64_t room = std::min(width, request->draft_room(most));
-      Request* drafter = drafter_of(*request, room, plan.context);
+      Request* drafter = drafter_of(*request, room, choice.reads);
       if (drafter != nullptr) going.push_back({request, drafter, room, drafter->tokens_, {}});
     }
   // Without a draft of each answer none of them saves anything.
   if (going.empty() || (!always && going.size() < requests.size())) {
-    step.prefill += all.seconds();
+    step.reading += all.seconds();
     return;
   }
   const auto leave = [&] {  // these answers go on without it
@@ -204,24 +212,22 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     for (size_t i = 0; i < left.size(); ++i) left[i] = i;
     while (!left.empty()) {
       std::vector<Request*> drafters;
-      bool prefill = false;
+      bool reads = false;
       int64_t read = 0;
       for (const size_t i : left) {
         drafters.push_back(going[i].drafter);
-        prefill = prefill || going[i].drafter->pending() > 2;
+        reads = reads || going[i].drafter->pending() > 2;
         read += going[i].drafter->pending();
       }
       const Stopwatch watch;
       const std::vector<int64_t> tokens = draft_->step(drafters);
       draft_read_ += read;
       ++draft_passes_;
-      (prefill ? step.prefill : step.drafting) += watch.seconds();
-      if (prefill) {
-        step.read += read;
-        model_drafts_.draft_prefilled(read, watch.seconds());
-      } else {
+      (reads ? step.reading : step.drafting) += watch.seconds();
+      if (reads)
+        model_pace_.read(read, watch.seconds());
+      else
         ++step.passes;
-      }
       std::vector<size_t> further;
       for (size_t at = 0; at < left.size(); ++at) {
         One& one = going[left[at]];
@@ -245,9 +251,10 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     }
   }
   // The text of tokens takes its time too: that of many when it is read, else that of a few behind each pass.
-  const double beside = all.seconds() - step.prefill - step.drafting;
-  (step.prefill > 0 ? step.prefill : step.drafting) += beside;
-  if (step.passes > 0) model_drafts_.drafted(static_cast<int64_t>(going.size()), step.passes, step.drafting);
+  const double beside = all.seconds() - step.reading - step.drafting;
+  (step.reading > 0 ? step.reading : step.drafting) += beside;
+  if (step.passes > 0)
+    model_pace_.drafted(static_cast<int64_t>(going.size()), step.drafting / static_cast<double>(step.passes));
 }
 
 }  // namespace anyaccel::llm

@@ -17,7 +17,7 @@
 #include "llm/decoder/spec.h"
 #include "llm/decoder/weight_file.h"
 #include "llm/decoder/weights.h"
-#include "llm/draft/policy.h"
+#include "llm/draft/pace.h"
 #include "llm/forward/forward.h"
 #include "llm/model/sampling.h"
 #include "llm/ranks/parallel_ranks.h"
@@ -147,14 +147,14 @@ class Model {
   void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
   // Puts drafts behind the tokens of requests that are all in their answers; `step` gets what they took.
-  void draft(const std::vector<Request*>& requests, DraftPolicy::Step& step);
+  void draft(const std::vector<Request*>& requests, DraftPace::Step& step);
   void draft_by_text(const std::vector<Request*>& requests, bool always);
-  void draft_by_model(const std::vector<Request*>& requests, bool always, DraftPolicy::Step& step);
+  void draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step);
   // How many requests have not finished, where all of them are in their answers; else 0.
   static int64_t answers_only(const std::vector<Request*>& requests);
-  Request* drafter_of(Request& request, int64_t most, size_t context);
-  DraftPolicy::Plan plan_drafts(const std::vector<Request*>& requests, int64_t most);
-  DraftPolicy& policy_of(const Request& request);
+  Request* drafter_of(Request& request, int64_t most, DraftPace::Reads reads);
+  DraftPace::Choice choose_drafts(const std::vector<Request*>& requests, int64_t most);
+  DraftPace& pace_of(const Request& request);
   std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
@@ -179,10 +179,10 @@ class Model {
 
   std::shared_ptr<Model> draft_;
   DraftTranslation translation_;
-  DraftPolicy text_drafts_, model_drafts_;
-  std::weak_ptr<Model> draft_of_policy_;  // the draft model that model_drafts_ has measured: it may come back
+  DraftPace text_pace_, model_pace_;
+  std::weak_ptr<Model> draft_of_pace_;  // whose drafts model_pace_ is of: it may come back
   double draft_cost_ = 0;
-  int64_t draft_pause_ = 0;  // steps in which ranks need not plan drafts of the draft model
+  int64_t draft_pause_ = 0;  // steps in which ranks need not choose drafts of the draft model
   int64_t draft_read_ = 0, draft_passes_ = 0;
 
   StepTokens tokens_;

@@ -241,7 +241,7 @@ void Request::check_guess() {
   const int64_t right = tokens_.back() == guess_ ? 1 : 0;
   ngrams_.report(1, right);
   acceptance_.report(1, right);
-  model_->policy_of(*this).report(1, right, DraftPolicy::kWhole);
+  model_->pace_of(*this).report(1, right, DraftPace::kWhole);
 }
 
 void Request::drop_drafts() {
@@ -254,7 +254,7 @@ void Request::take(std::vector<ChosenToken> chosen) {
     const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
     if (!options_.draft_model) ngrams_.report(drafted_, accepted);
     acceptance_.report(drafted_, accepted);
-    model_->policy_of(*this).report(drafted_, accepted, draft_context());
+    model_->pace_of(*this).report(drafted_, accepted, draft_level());
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();

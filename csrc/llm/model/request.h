@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "llm/draft/ngram.h"
-#include "llm/draft/policy.h"
+#include "llm/draft/pace.h"
 #include "llm/model/sampling.h"
 
 namespace anyaccel::llm {
@@ -139,12 +139,13 @@ class Request {
   NgramDrafts ngrams_;
   std::shared_ptr<Request> drafter_;            // of the draft model, once it has drafted
   int64_t draft_from_ = 0, draft_read_to_ = 0;  // those of tokens_ that it has read
-  // The index in DraftPolicy::kContexts of what the draft model has read when it drafts.
-  size_t draft_context() const {
-    return DraftPolicy::context_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ == 0);
+  // How much the draft model knows when it drafts.
+  size_t draft_level() const {
+    return DraftPace::level_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ > 0);
   }
   int64_t guess_ = 0, guess_at_ = -1;
   AcceptanceRate acceptance_;
+  double draft_lost_ = 0;  // seconds that its steps took more for its drafts, but for reading
   int64_t drafted_in_all_ = 0, accepted_in_all_ = 0;
   // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and
   // values, but for the last one's, are in the cache behind those of tokens_.

@@ -192,19 +192,19 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
-  DraftPolicy::Step drafting{answers_only(requests)};
+  DraftPace::Step account{answers_only(requests)};
   try {
-    if (second.empty()) draft(first, drafting);
-    for (const Request* request : first) drafting.tokens += 1 + request->drafted_;
+    if (second.empty()) draft(first, account);
+    for (const Request* request : first) account.tokens += 1 + request->drafted_;
     const Stopwatch pass;
     step_some(first, exact, result);
-    if (drafting.requests > 0 && !first.empty()) {
-      text_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
-      model_drafts_.decoded(drafting.requests, drafting.tokens, pass.seconds());
+    if (account.requests > 0 && !first.empty()) {
+      text_pace_.passed(account.requests, account.tokens, pass.seconds());
+      model_pace_.passed(account.requests, account.tokens, pass.seconds());
     } else if (second.empty()) {
       int64_t passing = 0;
       for (const Request* request : first) passing += request->passing_;
-      model_drafts_.prefilled(passing, pass.seconds());
+      model_pace_.prompted(passing, pass.seconds());
     }
     // The second wave can share what the first one has put into the cache.
     for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
@@ -221,7 +221,10 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   for (Request* request : second) request->cached_ += request->passing_;
   for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
-  if (drafting.requests > 0) policy_of(*requests.front()).stepped(drafting);
+  if (account.requests > 0) {
+    const double lost = pace_of(*requests.front()).stepped(account);
+    for (Request* request : requests) request->draft_lost_ += lost;
+  }
 
   std::vector<int64_t> tokens(requests.size(), -1);
   for (size_t i = 0; i < requests.size(); ++i) {
