@@ -22,7 +22,7 @@ _SUBMODULES = re.compile(r"torch\.cuda\.(?:memory|random|streams|graphs)\.(?=\w)
 _KERNEL = re.compile(
     r"(?!(?:test|is|has|use|to|move|require)_)\w+_cuda|cuda_(?!is_|available|device)\w+|\w*triton\w*|\w+_kernel"
 )
-_OWN_CUDA = re.compile(r"^[ \t]+def cuda\(self", re.MULTILINE)
+_OWN_CUDA = re.compile(r"^[ \t]+def cuda\(\s*self", re.MULTILINE)
 _NO_USE = cst.ImportAlias | cst.ImportFrom | cst.AsName | cst.NameItem | cst.Attribute | cst.Annotation
 _DEEPEST = 150  # brackets; Python itself takes 200
 

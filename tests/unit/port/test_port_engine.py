@@ -248,6 +248,10 @@ def test_what_names_no_device_is_left(code: str) -> None:
             "init_process_group('nccl', device_id=d)",
             'device_id=d if get_accelerator().device_name() != "cpu" else None)',
         ),
+        ("x.untyped_storage().cuda()", f"x.untyped_storage().to(device={NAME})"),
+        ("torch.FloatStorage(3).cuda(0)", "torch.FloatStorage(3).to(device=get_accelerator().device_name(0))"),
+        ('x.storage().cuda("cuda:1")', "x.storage().to(device=get_accelerator().device_name(1))"),
+        ('torch.distributed.init_process_group("NCCL")', "group(get_accelerator().communication_backend_name())"),
     ],
 )
 def test_every_spelling_is_ported(before: str, after: str) -> None:
@@ -299,6 +303,8 @@ def test_what_has_no_fix_is_reported_and_holds_nothing_back(code: str) -> None:
         ('def f(impl="cuda"): pass', f"def f(impl={NAME}): pass"),
         ('for d in ["cpu", "cuda"]: pass', f'for d in ["cpu", {NAME}]: pass'),
         ('for each in ["to", "cuda"]: pass', f'for each in ["to", {NAME}]: pass'),
+        ("class A:\n    def cuda(\n        self\n    ): pass\nA().cuda()", f"A().to({NAME})"),
+        ('if name == "NCCL": pass', "if name == get_accelerator().communication_backend_name(): pass"),
         ("class A:\n    def cuda(self): pass\nA().cuda()", f"A().to({NAME})"),
         (
             'add_argument("--backend", choices=["nccl", "gloo"])',

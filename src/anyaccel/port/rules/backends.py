@@ -10,7 +10,7 @@ import libcst as cst
 
 from anyaccel.port.module import Module, text_of
 from anyaccel.port.rule import Place, Rule, Tier
-from anyaccel.port.uses import is_key, is_listed, is_text
+from anyaccel.port.uses import is_key, is_listed, is_text, use_of
 
 RULE = Rule(
     code="ACC401",
@@ -33,7 +33,10 @@ def find(module: Module, node: cst.SimpleString) -> Iterator[Place]:
     """The backend's name in a string."""
     text = text_of(node) or ""
     if text.lower() == "nccl" and (is_key(module, node) or not is_text(module, node)):
-        tier = Tier.UNSAFE if is_key(module, node) or is_listed(module, node, "gloo", "mpi") else None
+        # Only torch takes "NCCL" for "nccl": what it is compared with, or kept for, may not.
+        unlike = text != "nccl" and use_of(module, node).kind != "Arg"
+        unsafe = unlike or is_key(module, node) or is_listed(module, node, "gloo", "mpi")
+        tier = Tier.UNSAFE if unsafe else None
         edit = module.replace(node, module.method("communication_backend_name"))
         yield Place(node, "`'nccl'`; use `get_accelerator().communication_backend_name()`", (edit,), tier)
     elif _SEVERAL.fullmatch(text) and not text.removeprefix("cuda:").isdecimal():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port.module import Edit, Module
+from anyaccel.port.module import Edit, Module, last_name
 from anyaccel.port.rule import Place, Rule, Tier
 from anyaccel.port.uses import device_text, use_of
 
@@ -60,6 +60,7 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
     if _OTHERS.match(module.full_name(node.func)):
         return
     edits = [module.replace(node.func.attr, "to")]
+    device = "device=" if _is_storage(node.func.value) else ""
     for number, arg in enumerate(node.args):
         keyword = (
             arg.keyword.value
@@ -69,14 +70,21 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
         if arg.star or keyword == "async":
             yield Place(node, "`.cuda()`: not fixed: its arguments cannot be told apart", needs_cuda=True)
             return
+        if keyword == "device" and device and arg.keyword is None:
+            edits.append(module.before(arg.value, device))
         if keyword == "device" and not _is_named_here(module, arg.value):
             edits += [module.before(arg.value, module.device_name), module.after(arg.value, ")")]
         elif arg.keyword is None and number:
             edits.append(module.before(arg.value, f"{keyword}="))
     if not node.args or (node.args[0].keyword is not None and all(_keyword(arg) != "device" for arg in node.args)):
-        edits.append(module.first_argument(node, module.method("device_name")))
+        edits.append(module.first_argument(node, device + module.method("device_name")))
     tier = Tier.UNSAFE if module.own_cuda else None
     yield Place(node, _MESSAGE + (", if the object has it" if module.own_cuda else ""), tuple(edits), tier)
+
+
+def _is_storage(node: cst.BaseExpression) -> bool:
+    """Whether a call makes or gives a storage, whose `to` takes its arguments by keyword alone."""
+    return isinstance(node, cst.Call) and last_name(node.func).lower().endswith("storage")
 
 
 def _keyword(arg: cst.Arg) -> str:
