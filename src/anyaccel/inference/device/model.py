@@ -173,7 +173,7 @@ class DeviceModel:
     ) -> str:
         """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there.
 
-        That sums in the model's own dtype, within a host and between hosts: `wire_dtype` and `transport` have no effect.
+        That sums in the model's own dtype, within a host and between hosts: `wire_dtype` and `transport` do nothing.
         """
         return ""
 
