@@ -73,17 +73,20 @@ def _on_host() -> None:
         setattr(sparse, name, getattr(torch.sparse, name))
     # What CUDA graphs may record computes the same on any device.
     for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]:
-        supported = getattr(module, "_get_capturable_supported_devices", None)
-        if supported is not None:
-            module._get_capturable_supported_devices = _with_the_cpu(supported)  # type: ignore[attr-defined]
+        if hasattr(module, "_get_capturable_supported_devices"):
+            module._get_capturable_supported_devices = _capturable_devices  # type: ignore[attr-defined]
     # Programs that allow only a GPU's kernels of attention would have none: the one that computes every case stays.
     inner: Any = torch._C
     allow = inner._set_sdp_use_math
     inner._set_sdp_use_math = lambda enabled: allow(True)
 
 
-def _with_the_cpu(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *args, **kwargs: [*supported(*args, **kwargs), "cpu"]
+def _capturable_devices(supports_xla: bool = True) -> list[str]:
+    """As torch's, with the CPU; a function that TorchScript can compile, as torch.distributed.optim has it do."""
+    devices = ["cuda", "xpu", "hpu", "cpu"]
+    if supports_xla:
+        devices.append("xla")
+    return devices
 
 
 def _places(name: str) -> Iterator[ModuleType]:

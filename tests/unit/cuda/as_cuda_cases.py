@@ -272,6 +272,13 @@ def torch_keeps_the_truth() -> None:
 
 
 @case
+def optimizers_that_torchscript_compiles() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    assert ZeroRedundancyOptimizer.__name__
+
+
+@case
 def libraries_with_code_of_their_own_for_cuda_get_the_truth() -> None:
     """faiss refuses tensors of CUDA for an index on the CPU, and would give their memory to CUDA's code for others."""
     x = torch.ones(2).cuda()
