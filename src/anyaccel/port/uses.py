@@ -20,7 +20,7 @@ _TEXT = re.compile(
 )
 _TEXT_KEYWORDS = {"help", "choices", "description", "title", "label", "msg", "message", "reason", "name", "prefix"}
 # Where torch takes a device: keywords of any call, and the first argument of these.
-_DEVICE_KEYWORDS = {"device", "map_location", "output_device", "src_device", "device_id"}
+_DEVICE_KEYWORDS = {"device", "map_location", "output_device", "src_device"}
 _TAKES_DEVICE = {"to", "cuda", "to_empty", "set_default_device", "Generator"}
 # What programs call the index of their device.
 _INDEX_NAME = re.compile(
@@ -104,6 +104,8 @@ def is_device(module: Module, node: cst.CSTNode) -> bool:
     use = use_of(module, node)
     if use.kind != "Arg" or use.call is None:
         return False
+    if use.name == "device_id":  # init_process_group takes an index or a torch.device, and others an index
+        return last_name(use.call.func) in ("FSDP", "FullyShardedDataParallel")
     if use.name:
         return use.name in _DEVICE_KEYWORDS
     takes = last_name(use.call.func) in _TAKES_DEVICE or module.full_name(use.call.func) == "torch.device"

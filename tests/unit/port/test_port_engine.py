@@ -166,6 +166,15 @@ def test_other_comments_do_not_count(comment: str) -> None:
     [
         ("d = torch.cuda.current_device()\nx.to(d)", "current_device_name()"),
         ("d = torch.cuda.current_device()\nprint(d + 1)", "current_device()"),
+        (
+            "d = torch.cuda.current_device()\nx.to(d)\nif d == 0: f()",
+            "current_device()\nx.to(get_accelerator().device_name(d))",
+        ),
+        ("FSDP(m, device_id=torch.cuda.current_device())", "current_device_name()"),
+        (
+            "init_process_group(device_id=torch.cuda.current_device())",
+            "device_id=get_accelerator().current_device() if",
+        ),
         ("f(torch.cuda.current_device())", "current_device()"),
         ("x.to(torch.cuda.current_device())", "current_device_name()"),
         ("torch.load(p, map_location=torch.cuda.current_device())", "current_device_name()"),
@@ -305,6 +314,10 @@ def test_what_has_no_fix_is_reported_and_holds_nothing_back(code: str) -> None:
         ('for each in ["to", "cuda"]: pass', f'for each in ["to", {NAME}]: pass'),
         ("class A:\n    def cuda(\n        self\n    ): pass\nA().cuda()", f"A().to({NAME})"),
         ('if name == "NCCL": pass', "if name == get_accelerator().communication_backend_name(): pass"),
+        (
+            'x = {"cuda:0": 1, f"cuda:{i}": 2}',
+            "x = {get_accelerator().device_name(0): 1, get_accelerator().device_name(i): 2}",
+        ),
         ("class A:\n    def cuda(self): pass\nA().cuda()", f"A().to({NAME})"),
         (
             'add_argument("--backend", choices=["nccl", "gloo"])',

@@ -16,8 +16,8 @@ RULE = Rule(
     title="torch.cuda.current_device()",
     tier=Tier.SAFE,
     why="It is an index, which torch also takes for a CUDA device. The use decides: `current_device_name()` "
-    "where torch is given a device, at once or through a variable, and `current_device()` everywhere "
-    "else.",
+    "where torch is given a device, at once or through a variable that has no other use, and "
+    "`current_device()` everywhere else.",
     before="""\
 x = torch.empty(2, device=torch.cuda.current_device())
 rank = torch.cuda.current_device()""",
@@ -43,4 +43,7 @@ def _as_device(module: Module, call: cst.Call) -> bool:
     if is_device(module, call):
         return True
     assign = use_of(module, call).node
-    return any(is_device(module, each) for each in uses_of_variable(module, assign))
+    uses = [is_device(module, each) for each in uses_of_variable(module, assign)]
+    return bool(uses) and all(
+        uses
+    )  # else it stays the index that it is compared or printed as; ACC202 names its devices

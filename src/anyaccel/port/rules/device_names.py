@@ -53,7 +53,7 @@ def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
             yield Place(
                 node,
                 f"{_MESSAGE} where it is no key",
-                (module.replace(node, module.method("device_name")),),
+                name_edits(module, node),
                 Tier.UNSAFE,
             )
         return
