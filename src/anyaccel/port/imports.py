@@ -24,7 +24,7 @@ def imports(module: Module, fixed: Sequence[Place], removes: bool) -> list[Edit]
     """
     edits = list(_removals(module, fixed)) if removes else []
     lines = []
-    if any(each.imports_torch for each in fixed) and not module.is_bound("torch"):
+    if any(each.imports_torch for each in fixed) and not module.is_global("torch"):
         lines.append("import torch")
     written = any(f"{module.accelerator}()" in edit.text for each in fixed for edit in each.edits)
     if written and not module.has_accelerator:
@@ -39,7 +39,10 @@ def _removals(module: Module, fixed: Sequence[Place]) -> Iterator[Edit]:
     """Names imported from torch.cuda go when every use of them was replaced."""
     replaced = {each.node for each in fixed}
     gone: dict[cst.CSTNode, set[str]] = {}
+    torch_stays = any(isinstance(each, cst.Import) and _binds_torch(each) for each, _ in _imports(module))
     for name, assignment in module.imported():
+        if "." in name and not torch_stays:
+            continue  # `import torch.cuda` is also what gives the file its `torch`
         uses = [access.node for access in assignment.references]
         full = {module.full_name(use) for use in uses}
         if (
@@ -64,6 +67,10 @@ def _removals(module: Module, fixed: Sequence[Place]) -> Iterator[Edit]:
             first, last = statement.names[0], statement.names[-1]  # type: ignore[index]
             text = ", ".join(module.source(each) for each in kept)
             yield Edit(module.span(first)[0], module.span(last)[1], re.sub(r",\s*$", "", re.sub(r",\s*,", ",", text)))
+
+
+def _binds_torch(statement: cst.Import) -> bool:
+    return any(each.evaluated_name == "torch" and each.asname is None for each in statement.names)
 
 
 def _after_line(module: Module, offset: int) -> int:

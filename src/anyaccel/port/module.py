@@ -184,6 +184,10 @@ class Module:
         """Whether anything in the file gives this name a meaning."""
         return name in self._bound
 
+    def is_global(self, name: str) -> bool:
+        """Whether the module itself gives this name a meaning, so that every function has it."""
+        return any(each.name.split(".")[0] == name for each in self.scope(self.tree).assignments)
+
     def imported(self) -> Iterator[tuple[str, ImportAssignment]]:
         """Every name that the file imports."""
         for scope in self.scopes:

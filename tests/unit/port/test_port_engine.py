@@ -29,8 +29,9 @@ NAME = "get_accelerator().device_name()"
         ("import torch as th", "th.cuda.synchronize()", "import torch as th"),
         ("import torch.cuda", "torch.cuda.synchronize()", "import torch.cuda"),
         ("import torch.cuda as tc", "tc.synchronize()", ""),
-        ("from torch import cuda", "cuda.synchronize()", "from torch import cuda"),
-        ("from torch import nn, cuda", "cuda.synchronize()", "from torch import nn, cuda"),
+        ("import torch\nimport torch.cuda", "torch.cuda.synchronize()", "import torch"),
+        ("from torch import cuda", "cuda.synchronize()", ""),
+        ("from torch import nn, cuda", "cuda.synchronize()", "from torch import nn"),
         ("from torch.cuda import synchronize as s", "s()", ""),
         ("from torch.cuda import synchronize", "synchronize()", ""),
         ("import torch.cuda.memory", "torch.cuda.memory.empty_cache()", "import torch.cuda.memory"),
@@ -41,6 +42,9 @@ def test_every_form_of_import(imports: str, call: str, kept: str) -> None:
     method = "empty_cache" if "empty" in call else "synchronize"
     assert ported.endswith(f"get_accelerator().{method}()\n")
     assert "from anyaccel import get_accelerator\n" in ported
+    assert [line for line in ported.splitlines()[:-1] if line and "anyaccel" not in line] == kept.split("\n") * bool(
+        kept
+    )
 
 
 def test_imports_that_lost_their_use_go_and_others_stay() -> None:
@@ -117,6 +121,12 @@ def test_torch_is_imported_where_only_its_parts_were() -> None:
     assert ported == (
         f"import torch\nfrom anyaccel import get_accelerator\n\nwith torch.amp.autocast({NAME}):\n    pass\n"
     )
+
+
+def test_torch_is_imported_for_all_where_one_function_has_it() -> None:
+    function = "def f():\n    import torch\n    return torch\n"
+    text = f"from torch.cuda.amp import autocast\n{function}with autocast():\n    pass\n"
+    assert port(text).startswith("import torch\nfrom anyaccel import get_accelerator\n")
 
 
 def test_an_import_that_is_there_is_used() -> None:
