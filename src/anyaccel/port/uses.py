@@ -91,12 +91,15 @@ def is_key(module: Module, node: cst.CSTNode) -> bool:
 
 
 def is_listed(module: Module, node: cst.CSTNode, *others: str) -> bool:
-    """Whether one of these texts stands in the same list, tuple or set."""
+    """Whether one of these texts stands in the same list, tuple or set, other than as a choice: ["cpu", "cuda"][x]."""
     element = module.parent(node)
     around = module.parent(element)
     if not isinstance(element, cst.Element) or not isinstance(around, cst.List | cst.Tuple | cst.Set):
         return False
-    return any(text_of(each.value) in others for each in around.elements)
+    chosen = getattr(module.parent(around), "value", None) is around and isinstance(
+        module.parent(around), cst.Subscript
+    )
+    return not chosen and any(text_of(each.value) in others for each in around.elements)
 
 
 def is_device(module: Module, node: cst.CSTNode) -> bool:

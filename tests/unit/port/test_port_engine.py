@@ -267,6 +267,7 @@ def test_what_names_no_device_is_left(code: str) -> None:
             "init_process_group('nccl', device_id=d)",
             'device_id=d if get_accelerator().device_name() != "cpu" else None)',
         ),
+        ('d = ["cpu", "cuda"][torch.cuda.is_available()]', f'["cpu", {NAME}][get_accelerator().is_available()]'),
         ("x.untyped_storage().cuda()", f"x.untyped_storage().to(device={NAME})"),
         ("torch.FloatStorage(3).cuda(0)", "torch.FloatStorage(3).to(device=get_accelerator().device_name(0))"),
         ('x.storage().cuda("cuda:1")', "x.storage().to(device=get_accelerator().device_name(1))"),
