@@ -20,6 +20,7 @@ def codes(text: str) -> list[str]:
 
 
 NAME = "get_accelerator().device_name()"
+ON = f'{NAME} != "cpu"'
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,8 @@ def test_the_import_comes_before_the_first_use() -> None:
 def test_torch_is_imported_where_only_its_parts_were() -> None:
     ported = port("from torch.cuda.amp import autocast\n\nwith autocast():\n    pass\n")
     assert ported == (
-        f"import torch\nfrom anyaccel import get_accelerator\n\nwith torch.amp.autocast({NAME}):\n    pass\n"
+        "import torch\nfrom anyaccel import get_accelerator\n\n"
+        f"with torch.amp.autocast({NAME}, enabled={ON}):\n    pass\n"
     )
 
 
@@ -234,7 +236,7 @@ def test_what_names_no_device_is_left(code: str) -> None:
         ('x.to("cuda:%d" % i)', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:%d" % (i,))', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:{}".format(i + 1))', "x.to(get_accelerator().device_name(i + 1))"),
-        ('with torch.autocast("cuda"):\n    pass', f"torch.autocast({NAME})"),
+        ('with torch.autocast("cuda"):\n    pass', f"torch.autocast({NAME}, enabled={ON})"),
         ('torch.device(type="cuda", index=2)', "torch.device(get_accelerator().device_name(2))"),
         ('torch.device("cuda:1")', "torch.device(get_accelerator().device_name(1))"),
         ('d = {"device": "cuda"}', f'{{"device": {NAME}}}'),
@@ -259,6 +261,11 @@ def test_what_names_no_device_is_left(code: str) -> None:
             f"with torch.amp.autocast({NAME}, enabled=False, dtype=torch.float16): pass",
         ),
         ("torch.cuda.memory.mem_get_info(device=0)", "get_accelerator().mem_get_info(device_index=0)"),
+        (
+            "s = torch.cuda.amp.GradScaler(2.0, enabled=a or b)",
+            f"s = torch.amp.GradScaler({NAME}, init_scale=2.0, enabled=(a or b) and {ON})",
+        ),
+        ("@torch.amp.autocast('cuda', enabled=True)\ndef f(): pass", f"@torch.amp.autocast({NAME}, enabled={ON})"),
         ("ok = isinstance(s, (A, torch.cuda.amp.GradScaler))", "ok = isinstance(s, (A, torch.amp.GradScaler))"),
         ("if torch.cuda.is_available():\n    test_it_cuda()", "if get_accelerator().is_available():"),
         ("ok = torch.cuda.is_bf16_supported()", "ok = get_accelerator().is_bf16_supported(including_emulation=True)"),
@@ -320,6 +327,7 @@ def test_what_has_no_fix_is_reported_and_holds_nothing_back(code: str) -> None:
     ("before", "after"),
     [
         ('run = {"cuda": a, "cpu": b}[kind]', f'run = {{{NAME}: a, "cpu": b}}[kind]'),
+        ('assert impl in ["ref", "cuda"]', f'assert impl in ["ref", {NAME}]'),
         ('def f(impl="cuda"): pass', f"def f(impl={NAME}): pass"),
         ('for d in ["cpu", "cuda"]: pass', f'for d in ["cpu", {NAME}]: pass'),
         ('for each in ["to", "cuda"]: pass', f'for each in ["to", {NAME}]: pass'),

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from anyaccel.port.module import Module, last_name
+from anyaccel.port.module import Edit, Module, last_name
 from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.uses import device_text
 
 RULE = Rule(
     code="ACC104",
     title="torch.cuda.amp",
     tier=Tier.SAFE,
-    why="torch.amp does the same for every device, which is its first argument. The other parameters of "
-    "`autocast` have another order there, so those without a keyword get one. On a CPU mixed precision is "
-    "bfloat16.",
+    why="torch.amp does the same for every device, which is its first argument; parameters without a keyword get one. "
+    "Mixed precision stays off on a CPU, as CUDA's is there: take the condition away to compute in bfloat16.",
     before="""\
 with torch.cuda.amp.autocast(use_amp):
     pass
@@ -25,15 +25,23 @@ scaler = torch.cuda.amp.GradScaler()
 def backward(ctx, g):
     return g""",
     after="""\
-with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp):
+with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp and get_accelerator().device_name() != "cpu"):
     pass
-scaler = torch.amp.GradScaler(get_accelerator().device_name())
+scaler = torch.amp.GradScaler(get_accelerator().device_name(), enabled=get_accelerator().device_name() != "cpu")
 @torch.amp.custom_bwd(device_type=get_accelerator().device_name())
 def backward(ctx, g):
     return g""",
     left="make = torch.cuda.amp.autocast",
 )
-_PARAMETERS = {"autocast": ("enabled", "dtype", "cache_enabled"), "GradScaler": (), "custom_fwd": (), "custom_bwd": ()}
+_PARAMETERS = {
+    "autocast": ("enabled", "dtype", "cache_enabled"),
+    "GradScaler": ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    "custom_fwd": ("fwd",),
+    "custom_bwd": ("bwd",),
+}
+_FOR_ANY_DEVICE = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
+# What `and` binds less tightly than.
+_LOOSE = cst.IfExp | cst.NamedExpr | cst.Lambda
 
 
 @RULE.on_name("torch.cuda.amp.")
@@ -54,16 +62,51 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
     elif not isinstance(call, cst.Call) or call.func is not node or any(arg.star for arg in call.args):
         yield Place(node, f"`{full}`: not fixed: only its calls can be replaced; {torch} takes the device first")
         return
-    elif name.startswith("custom_"):
-        edits = [module.replace(node, torch), module.first_argument(call, f"device_type={device}")]
-        edits += [
-            module.before(arg.value, "fwd=" if name == "custom_fwd" else "bwd=") for arg in call.args if not arg.keyword
-        ]
     else:
-        edits = [module.replace(node, torch), module.first_argument(call, device)]
-        edits += [
-            module.before(arg.value, f"{keyword}=")
-            for arg, keyword in zip(call.args, _PARAMETERS[name], strict=False)
-            if arg.keyword is None
-        ]
+        first = f"device_type={device}"
+        more: list[Edit] = []
+        if not name.startswith("custom_"):
+            enabled, more = _off_on_a_cpu(module, call, _PARAMETERS[name])
+            first = f"{device}{enabled}"
+        edits = [module.replace(node, torch), module.first_argument(call, first)]
+        edits += [*_with_keywords(module, call, _PARAMETERS[name]), *more]
     yield Place(node, f"`{full}`; use `{torch}` with the device first", tuple(edits), imports_torch=True)
+
+
+@RULE.on_node(cst.Call)
+def find_named(module: Module, node: cst.Call) -> Iterator[Place]:
+    """torch.amp's own, for a device of CUDA that is named there; the name is another rule's."""
+    full = module.full_name(node.func)
+    if full not in _FOR_ANY_DEVICE or not node.args or device_text(node.args[0].value) is None:
+        return
+    if any(arg.keyword is None for arg in node.args[1:]):
+        return
+    enabled, edits = _off_on_a_cpu(module, node, ())
+    if enabled:
+        edits = [module.after(node.args[0].value, enabled)]
+    yield Place(node.func, f"`{full}` of CUDA; use it off on a CPU", tuple(edits))
+
+
+def _with_keywords(module: Module, call: cst.Call, parameters: Sequence[str]) -> list[Edit]:
+    named = zip(call.args, parameters, strict=False)
+    return [module.before(arg.value, f"{keyword}=") for arg, keyword in named if arg.keyword is None]
+
+
+def _off_on_a_cpu(module: Module, call: cst.Call, parameters: Sequence[str]) -> tuple[str, list[Edit]]:
+    """The argument that switches it off on a CPU, or the edits of the one that is there."""
+    asked = f'{module.method("device_name")} != "cpu"'
+    for number, arg in enumerate(call.args):
+        keyword = arg.keyword.value if arg.keyword is not None else dict(enumerate(parameters)).get(number)
+        if keyword == "enabled":
+            value = arg.value
+            if module.source(value) == "False" or ".device_name()" in module.code(value):
+                return "", []
+            if module.source(value) == "True":
+                return "", [module.replace(value, asked)]
+            loose = isinstance(value, _LOOSE) or (
+                isinstance(value, cst.BooleanOperation) and isinstance(value.operator, cst.Or)
+            )
+            if loose and not value.lpar:
+                return "", [module.before(value, "("), module.after(value, f") and {asked}")]
+            return "", [module.after(value, f" and {asked}")]
+    return f", enabled={asked}", []

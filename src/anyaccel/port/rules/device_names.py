@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port.module import Module
+from anyaccel.port.module import Module, last_name
 from anyaccel.port.rule import Place, Rule, Tier
 from anyaccel.port.uses import device_text, guarded, is_key, is_listed, is_text, name_edits, use_of
 
@@ -60,10 +60,21 @@ def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
     if _asks_for_cuda(module, node):
         return
     use = use_of(module, node)
-    tier = Tier.UNSAFE if is_listed(module, node, *_OTHERS) or _OTHER_CHOICE.fullmatch(use.name) else None
+    tier = Tier.UNSAFE if is_listed(module, node, *_OTHERS) or _is_other_choice(module, node) else None
     guards = guarded(module, node) if use.kind in ("Comparison", "ComparisonTarget") else None
     edits = name_edits(module, node, use.call)
     yield Place(node, _MESSAGE, edits, tier, guards=guards)
+
+
+def _is_other_choice(module: Module, node: cst.BaseExpression) -> bool:
+    """Whether it is given to, or compared with, what by its name is no device."""
+    if _OTHER_CHOICE.fullmatch(use_of(module, node).name):
+        return True
+    comparison = module.enclosing(node, cst.Comparison, cst.BaseStatement)
+    if not isinstance(comparison, cst.Comparison):
+        return False
+    operands = [comparison.left, *(each.comparator for each in comparison.comparisons)]
+    return any(_OTHER_CHOICE.fullmatch(last_name(each)) for each in operands)
 
 
 def _asks_for_cuda(module: Module, node: cst.BaseExpression) -> bool:
