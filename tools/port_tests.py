@@ -84,9 +84,9 @@ def _ended(process: subprocess.Popen[bytes], limit: float) -> bool:
 def lost(before: Cases, after: Cases, whole: bool) -> dict[str, str]:
     """What passed before and does not after, with what became of it.
 
-    Where parameters became equal ("cuda" to "cpu"), pytest numbers them: [cpu] is [cpu0] then.
+    Where parameters became equal ("cuda" to "cpu"), pytest numbers them: [cpu-1] is [cpu0-1] then.
     """
-    after = after | {re.sub(r"0\]$", "]", name): state for name, state in after.items()}
+    after = after | {re.sub(r"(?<=[a-z])0(?=[-\]])", "", name): state for name, state in after.items()}
     now = {name: after.get(name, "gone" if whole else "passed") for name, state in before.items() if state == "passed"}
     return {name: state for name, state in now.items() if state != "passed"}
 
