@@ -212,7 +212,7 @@ def check_the_capability_is_two_numbers(accelerator: Accelerator) -> None:
 
 
 @check("memory", "mem_get_info")
-def check_free_and_total_memory_come_together(accelerator: Accelerator) -> None:
+def check_free_memory_comes_with_the_size(accelerator: Accelerator) -> None:
     """Free memory first, and no more than there is."""
     free, total = accelerator.mem_get_info()
     expect_type("mem_get_info()[0]", free, int)
