@@ -140,6 +140,9 @@ def _places(module: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Rul
                 place.message, place.edits = place.message.partition("; use")[0] + ": its code is read as it stands", ()
             elif module.enclosing(place.node, cst.MatchPattern) is not None:
                 place.message, place.edits = place.message.partition("; use")[0] + ": a pattern can hold no call", ()
+            elif any(isinstance(each, cst.FormattedString) and '"' in each.end for each in module.parents(place.node)):
+                # Before Python 3.12 the quotes of an f-string cannot stand within its braces.
+                place.edits = tuple(replace(each, text=each.text.replace('"', "'")) for each in place.edits)
             if wanted(rule.code):
                 seen.update((place.node, *place.covers))
             if wanted(rule.code) and (place.tier or rule.tier) is Tier.SAFE:

@@ -266,6 +266,20 @@ def test_what_names_no_device_is_left(code: str) -> None:
             f"s = torch.amp.GradScaler({NAME}, init_scale=2.0, enabled=(a or b) and {ON})",
         ),
         ("@torch.amp.autocast('cuda', enabled=True)\ndef f(): pass", f"@torch.amp.autocast({NAME}, enabled={ON})"),
+        (
+            "with torch.autocast(enabled=a, device_type='cuda'): pass",
+            f"with torch.autocast(enabled=a and {ON}, device_type={NAME}): pass",
+        ),
+        (
+            "with torch.amp.autocast('cuda', torch.float16, b): pass",
+            f"with torch.amp.autocast({NAME}, torch.float16, b and {ON}): pass",
+        ),
+        (
+            "with torch.autocast('cuda', torch.float16): pass",
+            f"with torch.autocast({NAME}, torch.float16, enabled={ON}): pass",
+        ),
+        ("with torch.autocast('cuda', enabled=False): pass", f"with torch.autocast({NAME}, enabled=False): pass"),
+        ('n = f"{torch.ones(1, pin_memory=True)}"', f"pin_memory={NAME} != 'cpu')}}\""),
         ("ok = isinstance(s, (A, torch.cuda.amp.GradScaler))", "ok = isinstance(s, (A, torch.amp.GradScaler))"),
         ("if torch.cuda.is_available():\n    test_it_cuda()", "if get_accelerator().is_available():"),
         ("ok = torch.cuda.is_bf16_supported()", "ok = get_accelerator().is_bf16_supported(including_emulation=True)"),

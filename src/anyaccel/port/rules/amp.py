@@ -39,6 +39,11 @@ _PARAMETERS = {
     "custom_fwd": ("fwd",),
     "custom_bwd": ("bwd",),
 }
+# Those of torch.amp, which have the device before them.
+_PARAMETERS_OF_ANY = {
+    "autocast": ("device_type", "dtype", "enabled", "cache_enabled"),
+    "GradScaler": ("device", *_PARAMETERS["GradScaler"]),
+}
 _FOR_ANY_DEVICE = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
 # What `and` binds less tightly than.
 _LOOSE = cst.IfExp | cst.NamedExpr | cst.Lambda
@@ -77,14 +82,14 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
 def find_named(module: Module, node: cst.Call) -> Iterator[Place]:
     """torch.amp's own, for a device of CUDA that is named there; the name is another rule's."""
     full = module.full_name(node.func)
-    if full not in _FOR_ANY_DEVICE or not node.args or device_text(node.args[0].value) is None:
+    device = next((arg.value for arg in node.args if device_text(arg.value) is not None), None)
+    if full not in _FOR_ANY_DEVICE or device is None or any(arg.star for arg in node.args):
         return
-    if any(arg.keyword is None for arg in node.args[1:]):
-        return
-    enabled, edits = _off_on_a_cpu(module, node, ())
+    enabled, edits = _off_on_a_cpu(module, node, _PARAMETERS_OF_ANY[full.rpartition(".")[2]])
     if enabled:
-        edits = [module.after(node.args[0].value, enabled)]
-    yield Place(node.func, f"`{full}` of CUDA; use it off on a CPU", tuple(edits))
+        edits = [module.after(node.args[-1].value, enabled)]
+    if edits:
+        yield Place(node.func, f"`{full}` of CUDA; use it off on a CPU", tuple(edits))
 
 
 def _with_keywords(module: Module, call: cst.Call, parameters: Sequence[str]) -> list[Edit]:
