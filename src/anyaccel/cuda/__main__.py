@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         raise UsageError("-m: needs the module to run; --help shows how")
     if argv[0].startswith("-") and not as_module:
         raise UsageError(f"{argv[0]}: no such option; --help lists them")
-    if not as_module and not Path(argv[0]).exists():
-        raise UsageError(f"{argv[0]}: no such file")
+    if not as_module:
+        _check_program(Path(argv[0]))
     install(Options(**dict.fromkeys(names, True)))
     sys.argv = argv
     if as_module:
@@ -53,6 +53,15 @@ def main(argv: list[str]) -> int:
         sys.path[0] = str(Path(argv[0]).absolute().parent)
         runpy.run_path(argv[0], run_name="__main__")
     return 0
+
+
+def _check_program(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise UsageError(f"{path}: a folder without a __main__.py; name the script to run")
+    if path.suffix == ".ipynb":
+        raise UsageError(f"{path}: a notebook; write `import anyaccel.cuda` into its first cell instead")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
         cuda_job.Options.parse("report,amq")
     assert str(cuda_job.Options.parse("amp, report")) == "report,amp"
     assert run("-m", "anyaccel.cuda", "none.py", cwd=tmp_path).stderr == "anyaccel.cuda: none.py: no such file\n"
+    (tmp_path / "a.ipynb").touch()
+    assert ": a notebook; write `import anyaccel.cuda`" in run("-m", "anyaccel.cuda", "a.ipynb", cwd=tmp_path).stderr
+    assert ": a folder without a __main__.py" in run("-m", "anyaccel.cuda", ".", cwd=tmp_path).stderr
     wrong = run("-m", "anyaccel.cuda", "--reprot", "none.py", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (2, "anyaccel.cuda: --reprot: no such option; --help lists them\n")
     assert "usage:" in run("-m", "anyaccel.cuda", "--help").stdout
