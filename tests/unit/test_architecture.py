@@ -84,7 +84,7 @@ MODULES = {
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it: at its head, in a function, for types alone."""
+    """The modules of the package that a file imports, anywhere in it: at its head, in a function, by name, for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -92,6 +92,8 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES or node.module == "anyaccel" else node.module for name in names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return {name for name in found if name.startswith("anyaccel.")}
 
 

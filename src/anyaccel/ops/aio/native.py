@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from anyaccel.ops.builders.aio_library import AsyncIOLibraryBuilder
+
 # In the order of Engine in csrc/aio/queue.h.
 ENGINES = ("auto", "io_uring", "linux_aio", "threads")
 
@@ -48,7 +50,7 @@ _library: ctypes.CDLL | None = None
 
 
 def bind(library: ctypes.CDLL) -> None:
-    """Set the library that is used; called by AsyncIOBuilder."""
+    """Use this library from now on."""
     global _library
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -71,9 +73,7 @@ def bind(library: ctypes.CDLL) -> None:
 def native() -> ctypes.CDLL:
     """The library; the first call loads it."""
     if _library is None:
-        from anyaccel.ops.builders.aio import AsyncIOBuilder
-
-        AsyncIOBuilder().load()
+        bind(AsyncIOLibraryBuilder().load())
     assert _library is not None
     return _library
 
