@@ -16,6 +16,7 @@ EXTRA_OF = {
     "tokenizers": "native",
     "transformers": "llm",
     "libcst": "port",
+    "shtab": "completion",
     "httptools": "serve",
     "llguidance": "serve",
     "pydantic": "serve",

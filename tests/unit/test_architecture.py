@@ -84,7 +84,7 @@ MODULES = {
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it: at its head, in a function, by name, for types."""
+    """The modules of the package that a file imports anywhere in it: at its head, in a function, by name, for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
