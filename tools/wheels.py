@@ -22,8 +22,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import old_glibc
 import setuptools_scm
+
+import old_glibc
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")

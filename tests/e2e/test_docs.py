@@ -3,33 +3,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+import doc_commands as commands
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([REPOSITORY / "README.md", *DOCS.rglob("*.md")])
 _NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-
-
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-commands = _tool("doc_commands")
 
 
 def _anchors(page: Path) -> set[str]:
@@ -146,11 +133,6 @@ def test_options_named_in_sentences_exist(page: Path) -> None:
         for option in re.findall(r"(?:^|[\s(])(--[a-z][\w-]*)", code)
     }
     assert named - known == set()
-
-
-def test_facts_of_vendors_are_current() -> None:
-    tool = _tool("setup_facts")
-    assert tool.main(["--check"]) == 0
 
 
 def test_every_class_of_error_is_in_troubleshooting() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -521,43 +519,3 @@ def test_the_example_of_generation_runs_unchanged(run: Run, tmp_path: Path) -> N
     said = [checked(run(*script, DS_ACCELERATOR=name)).splitlines() for name in ("simd0", "cpu")]
     assert [lines[0] for lines in said] == ["runtime: device on simd", "runtime: native on cpu"]
     assert said[0][1:] == said[1][1:]
-
-
-# The guide ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def snippets() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("include_snippets", REPOSITORY / "tools" / "include_snippets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_guide_shows_the_code_as_it_is(snippets: ModuleType) -> None:
-    page = GUIDE.read_text()
-    expanded = snippets.expand(page)
-    assert page.count("<!-- include: examples/extension/") >= 5
-    command = f"python tools/include_snippets.py {GUIDE.relative_to(REPOSITORY)}"
-    assert page == expanded, f"not up to date; {command} writes:\n{expanded}"
-
-
-def test_snippets_are_checked_and_written(
-    snippets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(snippets, "REPOSITORY", tmp_path)
-    (tmp_path / "code.py").write_text("a = 1\nif a:\n    # [part]\n    b = 2\n    # [/part]\n")
-    page = tmp_path / "page.md"
-    page.write_text("<!-- include: code.py#part -->\n```python\nold\n```\n")
-    assert snippets.main(["--check", str(page)]) == 1
-    assert snippets.main([str(page)]) == 0
-    assert page.read_text() == "<!-- include: code.py#part -->\n```python\nb = 2\n```\n"
-    assert snippets.main(["--check", str(page)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    for wrong in ("<!-- include: code.py#none -->\n```\n```\n", "<!-- include: none.py -->\n```\n```\n"):
-        with pytest.raises(ValueError, match="none"):
-            snippets.expand(wrong)
-    with pytest.raises(ValueError, match="1 includes, but 0"):
-        snippets.expand("<!-- include: code.py -->\ntext\n")

@@ -3,34 +3,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import doc_commands
 from warm import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
 
-def _doc_commands() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doc_commands", ROOT / "tools" / "doc_commands.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("doc_commands", module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def python_blocks(page: Path) -> list[str]:
-    return [b.body for b in _doc_commands().blocks(page.read_text(encoding="utf-8")) if b.language == "python"]
+    return [b.body for b in doc_commands.blocks(page.read_text(encoding="utf-8")) if b.language == "python"]
 
 
 SNIPPETS = python_blocks(ROOT / "README.md")

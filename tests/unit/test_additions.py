@@ -45,6 +45,7 @@ from anyaccel.ops import in_tree
 from anyaccel.serve.api import http
 from anyaccel.serve.protocol import common, openapi
 from anyaccel.topology import read_machine
+from generators import vendors as vendor_table
 from serve_fakes import Client, FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +78,8 @@ def test_a_backend_in_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """One file, and the table that the tool makes of all of them."""
     (tmp_path / "acme.py").write_text(shown("add-a-backend.md", "src/anyaccel/accelerator/backends/acme.py"))
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
-    tool = loaded("vendor_table", ROOT / "tools" / "vendor_table.py")
     try:
-        (tmp_path / "vendors.py").write_text(tool.table(tool.backends_in_tree()))
+        (tmp_path / "vendors.py").write_text(vendor_table.files()[vendor_table.TABLE])
         table = loaded(vendors.__name__, tmp_path / "vendors.py")
         monkeypatch.setitem(sys.modules, vendors.__name__, table)
         assert table.VENDORS.keys() - vendors.VENDORS.keys() == {"acme"}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+import check
 from waiting import wait_for
 
 TOOL = Path(__file__).parents[2] / "tools" / "check.py"
@@ -41,17 +41,13 @@ FILES = {
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tool in a repository of its own, with everything committed."""
-    spec = importlib.util.spec_from_file_location("check_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
-    return module
+    return check
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+import model_kernels as tool
 
 ROOT = Path(__file__).parents[2]
 # What objdump says of gemv of int4, one token, AVX2.
@@ -37,17 +37,7 @@ Throughput Bottlenecks:
 """
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_kernels", ROOT / "tools" / "model_kernels.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_loop_of_a_recorded_function(tool: ModuleType) -> None:
+def test_the_loop_of_a_recorded_function() -> None:
     bodies = list(tool.functions(LISTING))
     (kernel,) = (each for each in tool.GEMV if each.name == "int4, 1 token")
     found = tool.in_functions(kernel, "avx2", bodies)
@@ -62,7 +52,7 @@ def test_the_loop_of_a_recorded_function(tool: ModuleType) -> None:
     assert [(each.kernel.name, each.work) for each in others if each] == [("int4, 8 tokens", 32)]
 
 
-def test_what_loops_of_gemm_multiply(tool: ModuleType) -> None:
+def test_what_loops_of_gemm_multiply() -> None:
     def loop(*lines: str) -> list[object]:
         return [tool.Instruction(place, line) for place, line in enumerate(lines)]
 
@@ -76,7 +66,7 @@ def test_what_loops_of_gemm_multiply(tool: ModuleType) -> None:
     assert tool.multiplications(loop("add %eax,%ebx")) == 0
 
 
-def test_the_inner_loop_is_taken(tool: ModuleType) -> None:
+def test_the_inner_loop_is_taken() -> None:
     lines = [
         "push %rax",
         "xor %eax,%eax",
@@ -92,7 +82,7 @@ def test_the_inner_loop_is_taken(tool: ModuleType) -> None:
     assert tool.hottest(body, tool.weight_bytes) == []
 
 
-def test_a_report_is_read(tool: ModuleType) -> None:
+def test_a_report_is_read() -> None:
     assert tool.parse_cost(REPORT) == tool.Cost(22.18, "ports")
     assert tool.parse_cost(REPORT.replace("52.50", "4.50")).bound == "latency"
     calm = REPORT.partition("Cycles with")[0] + "No resource or data dependency bottlenecks discovered.\n"

@@ -3,20 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("old_glibc", Path(__file__).parents[2] / "tools" / "old_glibc.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-old_glibc = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(old_glibc)
+import old_glibc
 
 # Takes what is newer than 2.28 on newer systems: threads, waiting by the steady clock, stat, exp, dlopen.
 SOURCE = """

@@ -3,30 +3,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+import port_outcomes as tool
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load(TOOLS / "port_outcomes.py")
 LIST = TOOLS / "port_programs" / "programs.toml"
 COMMITS = '[commits]\n"owner/name" = "abc"\n'
 

@@ -142,7 +142,7 @@ class HostRegistration(NamedTuple):
 class WithoutTorch(NamedTuple):
     """What those parts of anyaccel that never import torch know of a backend: launcher, report and porting tool.
 
-    tools/vendor_table.py writes it into vendors.py, for the backends of anyaccel's own.
+    tools/pages.py vendors writes it into vendors.py, for the backends of anyaccel's own.
 
     Attributes:
         choice: what DS_ACCELERATOR calls the backend, where several drive devices of one name; "" for the spec's name.

@@ -7,14 +7,12 @@ no such thing. An AttributeError or a TypeError of the module is a call that the
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -25,8 +23,7 @@ from anyaccel.accelerator import get_accelerator, select
 from anyaccel.errors import AcceleratorUnavailableError
 from anyaccel.inference.device.capture import Captured
 from anyaccel.vendors import HOST, VENDORS
-
-TOOL = Path(__file__).parents[3] / "tools" / "backend_table.py"
+from generators import backends
 
 
 def problem(outcome: Outcome, absent: bool, outdated: bool) -> str:
@@ -243,21 +240,12 @@ def test_in_a_new_process(tmp_path: Path) -> None:
 # docs/backends.md says what the backends do; here, since it takes seconds to find that out -------------------
 
 
-@pytest.fixture
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("backend_table", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_page_is_up_to_date() -> None:
+    assert backends.page(run_all()) == backends.PAGE.read_text(), "run python tools/pages.py backends"
 
 
-def test_the_page_is_up_to_date(tool: ModuleType) -> None:
-    assert tool.page(run_all()) == tool.PAGE.read_text(), "run python tools/backend_table.py"
-
-
-def test_each_method_has_one_row_and_each_backend_its_place(tool: ModuleType) -> None:
-    rows = [method for methods in tool.GROUPS.values() for method in methods.split()]
+def test_each_method_has_one_row_and_each_backend_its_place() -> None:
+    rows = [method for methods in backends.GROUPS.values() for method in methods.split()]
     assert sorted(rows) == sorted(NAMES)
     other = {"xpu.external", "xpu.external.older", "xpu.ipex.older"}  # told in words, or gone
-    assert {*tool.COLUMNS.values(), *tool.VARIANTS} == set(BACKENDS) - other
+    assert {*backends.COLUMNS.values(), *backends.VARIANTS} == set(BACKENDS) - other

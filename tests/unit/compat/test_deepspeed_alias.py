@@ -5,7 +5,6 @@ import argparse
 import importlib
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,26 +24,17 @@ from anyaccel.errors import (
     NotCoveredImportError,
     UsageError,
 )
+from generators import deepspeed as deepspeed_page
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "tools"))
-
-import deepspeed_names  # noqa: E402
 
 # The scripts call it `deepspeed`; here it is imported beside tests of other things, under its own name.
 ALIAS = "anyaccel.compat.deepspeed"
-MODULES = deepspeed_names.RECORDED["modules"]
+MODULES = deepspeed_page.RECORDED["modules"]
 
 
 def module(name):
     return importlib.import_module(f"{ALIAS}{name.removeprefix('deepspeed')}")
-
-
-def test_the_page_is_current():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "deepspeed_names.py"), "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_module_of_the_alias_is_one_of_deepspeeds():
@@ -60,7 +50,7 @@ def test_every_module_of_the_alias_is_one_of_deepspeeds():
 # What the page promises: module -> names that are covered.
 PROMISED = {
     name: re.findall(r"`(\w+)`", names)
-    for name, names in re.findall(r"^### `(\S+)`\n(?:\nCovered: (.*))?", deepspeed_names.PAGE.read_text(), re.MULTILINE)
+    for name, names in re.findall(r"^### `(\S+)`\n(?:\nCovered: (.*))?", deepspeed_page.PAGE.read_text(), re.MULTILINE)
 }
 # Classes whose objects are made by a function of the alias, as the page says; their constructors are their own.
 MADE_BY_FUNCTIONS = ("InferenceEngine",)
@@ -71,9 +61,9 @@ def test_what_is_covered_takes_deepspeeds_arguments(name):
     for member in PROMISED[name]:
         ours, entry = getattr(module(name), member), MODULES[name][member]
         parameters = None if member in MADE_BY_FUNCTIONS else entry.get("parameters")
-        assert deepspeed_names.missing_arguments(parameters, ours) == [], member
-        for method in deepspeed_names.methods(entry, ours)[0]:
-            missing = deepspeed_names.missing_arguments(entry["methods"][method], getattr(ours, method))
+        assert deepspeed_page.missing_arguments(parameters, ours) == [], member
+        for method in deepspeed_page.methods(entry, ours)[0]:
+            missing = deepspeed_page.missing_arguments(entry["methods"][method], getattr(ours, method))
             assert missing == [], f"{member}.{method}"
 
 
@@ -93,8 +83,8 @@ def test_the_comparison_of_arguments_sees_what_is_missing():
         pass
 
     both = [["a", "POSITIONAL_OR_KEYWORD", False], ["b", "POSITIONAL_OR_KEYWORD", True]]
-    assert deepspeed_names.missing_arguments(both, ours) == ["b", "c (is not optional here)"]
-    assert deepspeed_names.missing_arguments([["z", "KEYWORD_ONLY", True]], lambda: None) == ["z"]
+    assert deepspeed_page.missing_arguments(both, ours) == ["b", "c (is not optional here)"]
+    assert deepspeed_page.missing_arguments([["z", "KEYWORD_ONLY", True]], lambda: None) == ["z"]
 
 
 def test_names_that_the_issue_lists_are_covered():
@@ -172,7 +162,7 @@ def test_missing_dunders_are_pythons_own_error():
 
 
 def test_the_version_is_deepspeeds_with_ours_behind():
-    assert deepspeed.__version__ == f"{deepspeed_names.RECORDED['version']}+anyaccel.{anyaccel.__version__}"
+    assert deepspeed.__version__ == f"{deepspeed_page.RECORDED['version']}+anyaccel.{anyaccel.__version__}"
     assert (deepspeed.__version_major__, deepspeed.__version_minor__) == (0, 19)
 
 

@@ -89,14 +89,6 @@ def test_advice_calls_only_what_exists() -> None:
             assert hasattr(Accelerator, name), text
 
 
-def test_page_is_current() -> None:
-    """docs/porting-rules.md says what the rules say; else run python tools/porting_page.py."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "porting_page.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_guide_adds_a_rule(tmp_path: Path) -> None:
     """The rule of docs/add-a-port-rule.md works as the page says."""
     guide = (ROOT / "docs" / "add-a-port-rule.md").read_text()

@@ -1,19 +1,14 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/pictures/performance.svg from the first table of docs/performance.md.
-
-python tools/performance_chart.py           writes it
-python tools/performance_chart.py --check   exit code 1 when it is out of date
-"""
+"""Draws docs/pictures/performance.svg from the first table of docs/performance.md."""
 
 from __future__ import annotations
 
 import re
-import sys
 from html import escape
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+from generators import DOCS
+
 PICTURE = DOCS / "pictures" / "performance.svg"
 LEFT, UNIT, ROW = 330, 60, 24  # pixels: where bars begin, of one times as fast, of a row
 
@@ -44,15 +39,5 @@ def drawn(peers: list[tuple[str, float]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def main() -> int:
-    text = drawn(rows((DOCS / "performance.md").read_text(encoding="utf-8")))
-    if "--check" not in sys.argv:
-        PICTURE.write_text(text, encoding="utf-8")
-    elif text != PICTURE.read_text(encoding="utf-8"):
-        print(f"{PICTURE} is out of date: run python tools/performance_chart.py", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    return {PICTURE: drawn(rows((DOCS / "performance.md").read_text(encoding="utf-8")))}

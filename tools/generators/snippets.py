@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put code from source files into the Markdown pages that show it.
 
-    python tools/include_snippets.py [--check] docs/*.md
-
 A page says `<!-- include: path/in/the/repository.py#name -->` before a fenced block; the source has the block between
 the comments `# [name]` and `# [/name]` (or `// [name]`). Without `#name` the whole file is shown. With --check nothing
 is written and the exit code is 1 when a page is not up to date.
@@ -11,11 +9,11 @@ is written and the exit code is 1 when a page is not up to date.
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
+from generators import DOCS, ROOT
+
 _BLOCK = re.compile(
     r"(<!-- include: (?P<target>\S+) -->\n```\w*\n)(?P<code>.*?)(?P<end>^```$)", re.DOTALL | re.MULTILINE
 )
@@ -30,7 +28,7 @@ def snippet(target: str) -> str:
     """
     path, _, name = target.partition("#")
     try:
-        lines = (REPOSITORY / path).read_text().splitlines()
+        lines = (ROOT / path).read_text().splitlines()
     except OSError as error:
         raise ValueError(f"{target}: {error}") from None
     found = {match["name"]: at for at, line in enumerate(lines) if (match := _MARKER.fullmatch(line))}
@@ -55,22 +53,6 @@ def expand(page: str) -> str:
     return expanded
 
 
-def main(arguments: list[str]) -> int:
-    stale = False
-    for name in arguments:
-        if name == "--check":
-            continue
-        path = Path(name)
-        before = path.read_text()
-        after = expand(before)
-        if before != after and "--check" in arguments:
-            stale = True
-            print(f"{path} is not up to date: python tools/include_snippets.py {path}")
-        elif before != after:
-            path.write_text(after)
-            print(f"{path} is written")
-    return int(stale)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def files() -> dict[Path, str]:
+    pages = {path: path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *DOCS.glob("*.md")]}
+    return {path: expand(text) for path, text in pages.items() if "<!-- include: " in text}

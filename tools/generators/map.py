@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Draws docs/map.svg: the parts of the package in layers; a part imports only what is in its own layer or below."""
 
@@ -7,7 +6,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "docs" / "map.svg"
+from generators import DOCS
+
 # From the top. tests/unit/test_pages.py sees that each part is there.
 LAYERS = [
     ("what a user calls", ["cli", "compat", "cuda", "serve", "bench", "report"]),
@@ -22,7 +22,7 @@ LAYERS = [
 WIDTH, ROW, LEFT = 860, 64, 250
 
 
-def drawing() -> str:
+def files() -> dict[Path, str]:
     rows = []
     for number, (title, parts) in enumerate(LAYERS):
         top = 10 + ROW * number
@@ -38,11 +38,8 @@ def drawing() -> str:
         "text { font: 14px sans-serif; fill: #1b1f24 } .name { text-anchor: middle; font-size: 12px } "
         ".layer { fill: #eef2f7 } .part { fill: #ffffff; stroke: #8796a8 } .title { font-weight: bold }"
     )
-    return (
+    picture = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">\n'
         f"<style>{style}</style>\n" + "\n".join(rows) + "\n</svg>\n"
     )
-
-
-if __name__ == "__main__":
-    TARGET.write_text(drawing())
+    return {DOCS / "map.svg": picture}
