@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows: its width, colours only there, and the name that a mistyped one was meant to be.
-
-Colours are click's. It is imported only where a terminal shows one, since that takes some milliseconds; the launcher
-needs no package, so where click is missing text stays plain.
-"""
+"""What a terminal shows: its width, colours only there, and the name that a mistyped one was meant to be."""
 
 from __future__ import annotations
 
@@ -13,14 +9,10 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Any, TextIO
+    from typing import TextIO
 
-_STYLES: dict[str, dict[str, Any]] = {
-    "error": {"fg": "red", "bold": True},
-    "warning": {"fg": "yellow"},
-    "plan": {"fg": "cyan"},
-    "speed": {"dim": True},
-}
+# Codes of ECMA-48: bold red, yellow, cyan, dim.
+_STYLES = {"error": "1;31", "warning": "33", "plan": "36", "speed": "2"}
 # Where less than this is left for the last column, it begins anew further to the left.
 _NARROWEST = 32
 
@@ -46,11 +38,7 @@ def styled(text: str, kind: str, stream: TextIO | int) -> str:
     """
     if os.environ.get("NO_COLOR") or not moves_cursor(stream):
         return text
-    try:
-        from click import style
-    except ImportError:
-        return text
-    return style(text, **_STYLES[kind])
+    return f"\x1b[{_STYLES[kind]}m{text}\x1b[0m"
 
 
 def marked(line: str, stream: TextIO | int) -> str:

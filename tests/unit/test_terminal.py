@@ -9,12 +9,13 @@ import re
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from anyaccel.cli import COMMANDS, main
 from anyaccel.terminal import did_you_mean, fitted, marked, styled, table, terminal_width
 from terminals import on_terminal
+
+RED_ERROR = "\x1b[1;31merror:\x1b[0m"
 
 
 class Terminal(io.StringIO):
@@ -39,17 +40,10 @@ def test_colours_are_for_terminals(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = click.style("error:", fg="red", bold=True) if coloured else "error:"
+    expected = RED_ERROR if coloured else "error:"
     assert styled("error:", "error", stream) == expected
     assert marked("error: full", stream) == f"{expected} full"
     assert marked("no error: full", stream) == "no error: full"
-
-
-def test_text_is_plain_where_click_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setitem(sys.modules, "click", None)
-    assert styled("error:", "error", Terminal()) == "error:"
 
 
 def test_the_width_is_that_of_the_terminal_unless_columns_says_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +176,7 @@ def test_a_plan_and_a_failure_on_a_terminal(tmp_path: Path) -> None:
     run = [*ANYACCEL, "run", "--num_accelerators", "1", str(script)]
     failed = on_terminal(run)
     assert failed.code == 3
-    assert f"anyaccel: {click.style('error:', fg='red', bold=True)} rank 0 " in failed.raw
+    assert f"anyaccel: {RED_ERROR} rank 0 " in failed.raw
     plan = on_terminal([*run[:-1], "--dry-run", str(script)], columns=60)
     assert plan.raw.startswith("\033[36mtopology: ")
     assert any(line.startswith("plan: 1 worker") for line in plan.lines)
