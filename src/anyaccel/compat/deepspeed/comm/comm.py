@@ -6,25 +6,26 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, is_available, is_initialized
 from torch.distributed.device_mesh import init_device_mesh
 
 from anyaccel import comm
+from anyaccel.comm import log
 from anyaccel.comm.start import place_variables, take_place_of_inner_launcher
+from anyaccel.comm.work import JoinedWork
 from anyaccel.errors import UsageError
 from anyaccel.launch.plan.ancestors import read_ancestors
 from anyaccel.launch.plan.local_rank import rank_from_environment
 
-from .._cover import cover, refuse
+from .._cover import cover
 from ..constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 __all__ = [
@@ -81,11 +82,6 @@ __all__ = [
 
 Group = dist.ProcessGroup | None
 _SUM = ReduceOp.SUM
-
-
-def _function(name: str) -> Any:
-    """anyaccel's function of this name, which may be measured, else torch's."""
-    return getattr(comm, name, None) or getattr(dist, name)
 
 
 # Start and groups -----------------------------------------------------------------------------------------
@@ -217,66 +213,91 @@ def configure(
     section = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, Mapping) else {}
     wanted = section.get("enabled") if enabled is None else enabled
     if wanted is not None:
-        _log().configure(enabled=bool(wanted))
+        log.configure(enabled=bool(wanted))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """As `anyaccel.comm.log_summary`: what was logged on all ranks, which all must call it."""
-    return _log().log_summary(show_straggler=show_straggler, return_dict=return_dict)
+    return log.log_summary(show_straggler=show_straggler, return_dict=return_dict)
 
 
 def reset_log() -> None:
     """Forget what was logged."""
-    _log().reset()
+    log.reset()
 
 
 def has_comm_data() -> bool:
     """Whether anything was logged."""
-    return bool(_log().entries())
+    return bool(log.entries())
 
 
 def get_comm_operation_count() -> int:
     """Operations that were logged."""
-    return sum(entry.count for entry in _log().entries())
+    return sum(entry.count for entry in log.entries())
 
 
 def get_logged_comm_ops() -> list[str]:
     """Names of the operations that were logged."""
-    return sorted({entry.op for entry in _log().entries()})
-
-
-def _log() -> Any:
-    try:
-        return importlib.import_module("anyaccel.comm.log")
-    except ModuleNotFoundError:
-        raise refuse("comm.log_summary", "this version of anyaccel logs no collectives; use torch.profiler") from None
+    return sorted({entry.op for entry in log.entries()})
 
 
 # Collectives ----------------------------------------------------------------------------------------------
 
-
-def broadcast(
-    tensor: Tensor, src: int, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "broadcast", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("broadcast")(tensor, src=src, group=group, async_op=async_op)
+_IGNORED = ("prof", "log_name", "debug")
 
 
-def broadcast_object_list(
-    object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None,
-    prof: bool = False, log_name: str = "broadcast_object_list", debug: Any = None,
-) -> None:  # fmt: skip
-    """As torch.distributed's."""
-    _function("broadcast_object_list")(object_list, src=src, group=group, device=device)
+def _as_in_torch(name: str, arguments: str, ignored: tuple[str, ...] = _IGNORED) -> Any:
+    """torch.distributed's function of a name with DeepSpeed's arguments.
+
+    Args:
+        arguments: DeepSpeed's names of the arguments that torch has too, in torch's order.
+        ignored: the arguments behind those, which change nothing.
+    """
+    theirs = list(inspect.signature(getattr(dist, name)).parameters.values())
+    own = [kept.replace(name=given) for kept, given in zip(theirs, arguments.split(), strict=False)]
+    renamed = {given.name: kept.name for kept, given in zip(theirs, own, strict=False) if given.name != kept.name}
+    known = len(own)
+
+    def call(*values: Any, **options: Any) -> Any:
+        for option in ignored:
+            options.pop(option, None)
+        for given in renamed.keys() & options.keys():
+            options[renamed[given]] = options.pop(given)
+        return getattr(dist, name)(*values[:known], **options)
+
+    extra = [inspect.Parameter(option, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for option in ignored]
+    call.__signature__ = inspect.Signature([*own, *extra])  # type: ignore[attr-defined]
+    call.__doc__ = "As torch.distributed's."
+    call.__name__ = call.__qualname__ = name
+    return call
 
 
-def all_reduce(
-    tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_reduce", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("all_reduce")(tensor, op=op, group=group, async_op=async_op)
+broadcast = _as_in_torch("broadcast", "tensor src group async_op")
+broadcast_object_list = _as_in_torch("broadcast_object_list", "object_list src group device")
+all_reduce = _as_in_torch("all_reduce", "tensor op group async_op")
+all_reduce_coalesced = _as_in_torch("all_reduce_coalesced", "tensors op group async_op")
+reduce = _as_in_torch("reduce", "tensor dst op group async_op")
+reduce_scatter = _as_in_torch("reduce_scatter", "output input_list op group async_op")
+reduce_scatter_tensor = _as_in_torch("reduce_scatter_tensor", "output_tensor tensor op group async_op")
+reduce_scatter_fn = _as_in_torch(
+    "reduce_scatter_tensor", "output_tensor tensor op group async_op", ignored=("prof", "debug")
+)
+all_gather = _as_in_torch("all_gather", "tensor_list tensor group async_op")
+all_gather_into_tensor = _as_in_torch("all_gather_into_tensor", "output_tensor tensor group async_op")
+allgather_fn = _as_in_torch("all_gather_into_tensor", "output_tensor input_tensor group async_op", ignored=("debug",))
+all_gather_object = _as_in_torch("all_gather_object", "object_list obj group")
+all_to_all_single = _as_in_torch(
+    "all_to_all_single", "output tensor output_split_sizes input_split_sizes group async_op"
+)
+all_to_all = _as_in_torch("all_to_all", "output_tensor_list input_tensor_list group async_op")
+gather = _as_in_torch("gather", "tensor gather_list dst group async_op")
+scatter = _as_in_torch("scatter", "tensor scatter_list src group async_op")
+barrier = _as_in_torch("barrier", "group async_op device_ids")
+send = _as_in_torch("send", "tensor dst group tag")
+recv = _as_in_torch("recv", "tensor src group tag")
+isend = _as_in_torch("isend", "tensor dst group tag")
+irecv = _as_in_torch("irecv", "tensor src group tag")
+batch_isend_irecv = _as_in_torch("batch_isend_irecv", "p2p_op_list")
 
 
 def inference_all_reduce(
@@ -287,139 +308,16 @@ def inference_all_reduce(
     return comm.inference_all_reduce(tensor, op=op, group=group)
 
 
-def all_reduce_coalesced(
-    tensors: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_reduce", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return dist.all_reduce_coalesced(tensors, op=op, group=group, async_op=async_op)
-
-
-def reduce(
-    tensor: Tensor, dst: int, op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "reduce", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("reduce")(tensor, dst=dst, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter(
-    output: Tensor, input_list: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "reduce_scatter", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("reduce_scatter")(output, input_list, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter_tensor(
-    output_tensor: Tensor, tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "reduce_scatter_tensor", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("reduce_scatter_tensor")(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter_fn(
-    output_tensor: Tensor, tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
-    prof: bool = False, debug: Any = None,
-) -> Any:  # fmt: skip
-    """reduce_scatter_tensor."""
-    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def all_gather(
-    tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_gather", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("all_gather")(tensor_list, tensor, group=group, async_op=async_op)
-
-
-def all_gather_into_tensor(
-    output_tensor: Tensor, tensor: Tensor, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_gather_into_tensor", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("all_gather_into_tensor")(output_tensor, tensor, group=group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False, debug: Any = None
-) -> Any:
-    """all_gather_into_tensor."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 def all_gather_coalesced(
     output_tensors: list[Tensor], input_tensors: list[Tensor], group: Group = None, async_op: bool = False
 ) -> Any:
     """all_gather_into_tensor for each pair; with `async_op`, what it returns waits for all."""
     works = [
-        all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
         for output, tensor in zip(output_tensors, input_tensors, strict=True)
     ]
-    handle = _Works(works)
-    return handle if async_op else handle.wait()
-
-
-class _Works:
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def all_gather_object(
-    object_list: list[Any], obj: Any, group: Group = None,
-    prof: bool = False, log_name: str = "all_gather_object", debug: Any = None,
-) -> None:  # fmt: skip
-    """As torch.distributed's."""
-    _function("all_gather_object")(object_list, obj, group=group)
-
-
-def all_to_all_single(
-    output: Tensor, tensor: Tensor,
-    output_split_sizes: list[int] | None = None, input_split_sizes: list[int] | None = None,
-    group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_to_all_single", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    function = _function("all_to_all_single")
-    return function(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
-
-
-def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "all_to_all", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-
-
-def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "gather", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("gather")(tensor, gather_list, dst=dst, group=group, async_op=async_op)
-
-
-def scatter(
-    tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Group = None, async_op: bool = False,
-    prof: bool = False, log_name: str = "scatter", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("scatter")(tensor, scatter_list, src=src, group=group, async_op=async_op)
-
-
-def barrier(
-    group: Group = None, async_op: bool = False, device_ids: list[int] | None = None,
-    prof: bool = False, log_name: str = "barrier", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("barrier")(group=group, async_op=async_op, device_ids=device_ids)
+    work = JoinedWork(works)
+    return work if async_op else work.wait()
 
 
 def monitored_barrier(
@@ -430,40 +328,7 @@ def monitored_barrier(
     if wait_all_ranks:
         dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=True)
     else:
-        _function("monitored_barrier")(group=group, timeout=timeout)
-
-
-def send(
-    tensor: Tensor, dst: int, group: Group = None, tag: int = 0,
-    prof: bool = False, log_name: str = "send", debug: Any = None,
-) -> None:  # fmt: skip
-    """As torch.distributed's."""
-    _function("send")(tensor, dst, group=group, tag=tag)
-
-
-def recv(
-    tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0,
-    prof: bool = False, log_name: str = "recv", debug: Any = None,
-) -> int:  # fmt: skip
-    """As torch.distributed's."""
-    sender: int = _function("recv")(tensor, src, group=group, tag=tag)
-    return sender
-
-
-def isend(
-    tensor: Tensor, dst: int, group: Group = None, tag: int = 0,
-    prof: bool = False, log_name: str = "isend", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("isend")(tensor, dst, group=group, tag=tag)
-
-
-def irecv(
-    tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0,
-    prof: bool = False, log_name: str = "irecv", debug: Any = None,
-) -> Any:  # fmt: skip
-    """As torch.distributed's."""
-    return _function("irecv")(tensor, src, group=group, tag=tag)
+        comm.monitored_barrier(group=group, timeout=timeout)
 
 
 class P2POp(dist.P2POp):
@@ -479,13 +344,6 @@ class P2POp(dist.P2POp):
 
 # torch looks at the function itself.
 _TORCHS: dict[Any, Any] = {isend: dist.isend, irecv: dist.irecv}
-
-
-def batch_isend_irecv(
-    p2p_op_list: list[P2POp], prof: bool = False, log_name: str = "batch_isend_irecv", debug: Any = None
-) -> Any:
-    """As torch.distributed's."""
-    return dist.batch_isend_irecv(list(p2p_op_list))
 
 
 def has_all_gather_into_tensor() -> bool:
