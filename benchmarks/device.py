@@ -85,7 +85,7 @@ def kernels_of(kind: str, layers: int, dtype: str) -> dict[str, int]:
     import transformers
 
     import anyaccel
-    from anyaccel.inference.native.requests import new_request
+    from anyaccel._llm import Request
 
     device = anyaccel.get_accelerator().device()
     model = transformers.AutoModelForCausalLM.from_config(config(kind, layers), dtype=DTYPES[dtype]).eval()
@@ -109,7 +109,7 @@ def kernels_of(kind: str, layers: int, dtype: str) -> dict[str, int]:
         found[name] = counted(step)
     model.set_attn_implementation(chosen)
     engine = anyaccel.init_inference(model.cpu(), dtype=dtype, runtime="device")
-    request = new_request(engine.native.model, ids[0].tolist(), {})
+    request = Request(engine.native.model, ids[0].tolist(), {})
     engine.native.model.step([request])
     found["device"] = counted(lambda: engine.native.model.step([request]))
     return found
@@ -138,7 +138,7 @@ def speed(
     import transformers
 
     import anyaccel
-    from anyaccel.inference.native.requests import new_request
+    from anyaccel._llm import Request
 
     hidden, wide, layers, heads, kv_heads, vocabulary = SIZES[size]
     values = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
@@ -164,7 +164,7 @@ def speed(
 
             def ours(form: str, count: int, ids: torch.Tensor = ids) -> None:
                 model = engines[form].native.model
-                requests = [new_request(model, row.tolist(), {"max_new_tokens": count}) for row in ids]
+                requests = [Request(model, row.tolist(), {"max_new_tokens": count}) for row in ids]
                 while not all(request.finished for request in requests):
                     model.step(requests)
 

@@ -118,13 +118,13 @@ class Pair:
 
         Each prompt has a step of its own; those of one way are answered together.
         """
-        from anyaccel.inference.native.requests import new_request
+        from anyaccel._llm import Request
 
         model = self.native.model
         read = model.draft_work[0]
         options: dict[str, Any] = {"max_new_tokens": tokens, "ignore_end": True}
         more = {"draft_tokens": 15, "draft_model": True}
-        ways = [[new_request(model, ids, options | (more if way else {})) for ids in prompts] for way in drafts]
+        ways = [[Request(model, ids, options | (more if way else {})) for ids in prompts] for way in drafts]
         found: list[dict[str, Any]] = [{"prompt": 0.0, "decode": 0.0} for _ in ways]
 
         def timed(way: int, part: str, requests: list[Any]) -> None:

@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 
+#include "bindings/external_model.h"
 #include "bindings/llm_spec.h"
 #include "bindings/translate.h"
 #include "comm/host_links.h"
@@ -23,6 +24,7 @@
 #include "llm/decoder/linear.h"
 #include "llm/errors.h"
 #include "llm/kernels/bandwidth.h"
+#include "llm/model/decoder_model.h"
 #include "llm/model/feed.h"
 #include "llm/model/model.h"
 #include "llm/model/request.h"
@@ -101,9 +103,9 @@ const char* finish_name(Request::Finish finish) {
 
 using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, bool>;
 
-std::shared_ptr<Model> make_model(const nb::handle& spec, const std::vector<MatrixTuple>& matrices,
-                                  const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
-                                  const std::string& cache_format, size_t cache_limit_bytes) {
+std::shared_ptr<DecoderModel> make_model(const nb::handle& spec, const std::vector<MatrixTuple>& matrices,
+                                         const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
+                                         const std::string& cache_format, size_t cache_limit_bytes) {
   std::vector<MatrixEntry> matrix_entries;
   for (const auto& [name, rows, cols, format, group, minimum] : matrices)
     matrix_entries.push_back({name, rows, cols, read_format(format), group, minimum});
@@ -112,8 +114,8 @@ std::shared_ptr<Model> make_model(const nb::handle& spec, const std::vector<Matr
   DecoderSpec decoder = read_spec(spec);
   const CacheFormat format = read_cache_format(cache_format);
   const nb::gil_scoped_release no_gil;
-  auto model =
-      std::make_shared<Model>(std::move(decoder), matrix_entries, vector_entries, threads, format, cache_limit_bytes);
+  auto model = std::make_shared<DecoderModel>(std::move(decoder), matrix_entries, vector_entries, threads, format,
+                                              cache_limit_bytes);
   model->set_interrupt_check(check_signals);
   return model;
 }
@@ -129,12 +131,7 @@ std::map<std::string, std::pair<double, int64_t>> profile(Model& model, bool ena
 // Wraps a Python function of lists of tokens for a step, which runs without the interpreter's lock.
 template <class... Lists>
 std::function<std::vector<int64_t>(const Lists&...)> of_tokens(nb::object function) {
-  // The last copy may be destroyed without the interpreter's lock, so the deleter takes it.
-  const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* object) {
-    const nb::gil_scoped_acquire gil;
-    delete object;
-  });
-  return [held](const Lists&... lists) {
+  return [held = hold(std::move(function))](const Lists&... lists) {
     const nb::gil_scoped_acquire gil;
     return nb::cast<std::vector<int64_t>>((*held)(lists...));
   };
@@ -164,59 +161,8 @@ std::vector<ScoreTuple> scores(const std::vector<TokenScore>& found) {
 void bind_model(nb::module_& m) {
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Model>(m, "Model")
-      .def(nb::new_(&make_model), nb::arg("spec"), nb::arg("matrices"), nb::arg("vectors"), nb::arg("threads"),
-           nb::arg("cache_format"), nb::arg("cache_limit_bytes"))
-      .def_prop_ro("weight_bytes", &Model::weight_bytes)
+      .def_prop_ro("weight_bytes", &Model::weight_bytes, no_gil)
       .def_prop_ro("threads", &Model::threads)
-      .def(
-          "set_rows",
-          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
-             const std::string& type, int64_t row_stride, int64_t col_stride,
-             const std::optional<std::vector<int64_t>>& order) {
-            if (order && order->size() != static_cast<size_t>(std::max<int64_t>(count, 0)))
-              throw UsageError("set_rows of '" + name + "': order has " + std::to_string(order->size()) +
-                               " rows, count is " + std::to_string(count));
-            const Source source{pointer<const void>(address), read_source_type(type), row_stride, col_stride};
-            self.set_rows(name, first, count, source, order ? order->data() : nullptr);
-          },
-          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
-          nb::arg("row_stride"), nb::arg("col_stride") = 0, nb::arg("order") = nb::none(), no_gil)
-      .def(
-          "set_quantised_rows",
-          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t q, uintptr_t scales,
-             uintptr_t minima) {
-            self.set_quantised_rows(name, first, count, pointer<const uint8_t>(q), pointer<const float>(scales),
-                                    pointer<const float>(minima));
-          },
-          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("q"), nb::arg("scales"), nb::arg("minima") = 0,
-          no_gil)
-      .def(
-          "set_vector",
-          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
-             const std::string& type, int64_t stride, float plus) {
-            const SourceType source = read_source_type(type);
-            if (stride == 0) stride = static_cast<int64_t>(source_row_bytes(source, 1));
-            self.set_vector(name, first, count, pointer<const void>(address), source, stride, plus);
-          },
-          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
-          nb::arg("stride") = 0, nb::arg("plus") = 0.0, no_gil)
-      .def(
-          "write",
-          [](Model& self, int fd, int64_t offset, const nb::object& progress) {
-            const FileProgress report = reporter(progress);
-            const nb::gil_scoped_release release;
-            return self.write(fd, offset, report);
-          },
-          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
-      .def(
-          "read",
-          [](Model& self, int fd, int64_t offset, const nb::object& progress) {
-            const FileProgress report = reporter(progress);
-            const nb::gil_scoped_release release;
-            return self.read(fd, offset, report);
-          },
-          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
-      .def("finish", &Model::finish, no_gil)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
            nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
            nb::arg("wire_dtype") = "f32", nb::arg("transport") = "", no_gil)
@@ -249,11 +195,71 @@ void bind_model(nb::module_& m) {
             self.forward(sequences, counts, pointer<const int64_t>(tokens), pointer<float>(logits), rows);
           },
           nb::arg("sequences"), nb::arg("counts"), nb::arg("tokens"), nb::arg("logits"), nb::arg("rows"), no_gil)
-      .def("cache_bytes_per_token", &Model::cache_bytes_per_token)
+      .def("cache_bytes_per_token", &Model::cache_bytes_per_token, no_gil)
       .def_prop_ro("cache_used_bytes", &Model::cache_used_bytes, no_gil)
       .def_prop_ro("cache_reserved_bytes", &Model::cache_reserved_bytes, no_gil)
-      .def_prop_ro("cache_limit_bytes", [](const Model& self) { return self.cache().limit_bytes(); })
+      .def_prop_ro("cache_limit_bytes", &Model::cache_limit_bytes, no_gil)
       .def("profile", &profile, nb::arg("enabled"), no_gil);
+  nb::class_<DecoderModel, Model>(m, "DecoderModel")
+      .def(nb::new_(&make_model), nb::arg("spec"), nb::arg("matrices"), nb::arg("vectors"), nb::arg("threads"),
+           nb::arg("cache_format"), nb::arg("cache_limit_bytes"))
+      .def(
+          "set_rows",
+          [](DecoderModel& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
+             const std::string& type, int64_t row_stride, int64_t col_stride,
+             const std::optional<std::vector<int64_t>>& order) {
+            if (order && order->size() != static_cast<size_t>(std::max<int64_t>(count, 0)))
+              throw UsageError("set_rows of '" + name + "': order has " + std::to_string(order->size()) +
+                               " rows, count is " + std::to_string(count));
+            const Source source{pointer<const void>(address), read_source_type(type), row_stride, col_stride};
+            self.set_rows(name, first, count, source, order ? order->data() : nullptr);
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
+          nb::arg("row_stride"), nb::arg("col_stride") = 0, nb::arg("order") = nb::none(), no_gil)
+      .def(
+          "set_quantised_rows",
+          [](DecoderModel& self, const std::string& name, int64_t first, int64_t count, uintptr_t q, uintptr_t scales,
+             uintptr_t minima) {
+            self.set_quantised_rows(name, first, count, pointer<const uint8_t>(q), pointer<const float>(scales),
+                                    pointer<const float>(minima));
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("q"), nb::arg("scales"), nb::arg("minima") = 0,
+          no_gil)
+      .def(
+          "set_vector",
+          [](DecoderModel& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
+             const std::string& type, int64_t stride, float plus) {
+            const SourceType source = read_source_type(type);
+            if (stride == 0) stride = static_cast<int64_t>(source_row_bytes(source, 1));
+            self.set_vector(name, first, count, pointer<const void>(address), source, stride, plus);
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
+          nb::arg("stride") = 0, nb::arg("plus") = 0.0, no_gil)
+      .def(
+          "write",
+          [](DecoderModel& self, int fd, int64_t offset, const nb::object& progress) {
+            const FileProgress report = reporter(progress);
+            const nb::gil_scoped_release release;
+            return self.write(fd, offset, report);
+          },
+          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
+      .def(
+          "read",
+          [](DecoderModel& self, int fd, int64_t offset, const nb::object& progress) {
+            const FileProgress report = reporter(progress);
+            const nb::gil_scoped_release release;
+            return self.read(fd, offset, report);
+          },
+          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
+      .def("finish", &DecoderModel::finish, no_gil);
+  nb::class_<ExternalModel, Model>(m, "ExternalModel")
+      .def(nb::new_([](const nb::handle& spec, nb::object executor) {
+             auto model = std::make_shared<ExternalModel>(read_spec(spec), std::move(executor));
+             model->set_interrupt_check(check_signals);
+             return model;
+           }),
+           nb::arg("spec"), nb::arg("executor"))
+      .def_prop_ro("executor", &ExternalModel::executor);
 }
 
 void bind_request(nb::module_& m) {

@@ -2,7 +2,7 @@
 """The native decoder (csrc/llm, bindings in csrc/bindings/llm.cpp)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
 
@@ -56,42 +56,12 @@ class Request:
     def copy_logits(self, address: int) -> None: ...  # [vocab] float32 of the last step, before sampling changed them
 
 class Model:
-    def __init__(
-        self,
-        spec: DecoderSpec,  # of this rank
-        # As MatrixShape: name, rows, cols, format, group, minimum.
-        matrices: Sequence[tuple[str, int, int, str, int, bool]],
-        vectors: Sequence[tuple[str, int]],
-        threads: int,  # 0: the CPUs of this process
-        cache_format: str,  # f32, bf16, i8, i4
-        cache_limit_bytes: int,
-    ) -> None: ...
+    """Requests and steps, whatever computes them: DecoderModel in C++, ExternalModel in Python."""
+
     @property
     def weight_bytes(self) -> int: ...
     @property
     def threads(self) -> int: ...
-    # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
-    # q8_0 q4_0 q4_1. Strides in bytes. `order`: row i comes from source row order[i].
-    def set_rows(
-        self,
-        name: str,
-        first: int,
-        count: int,
-        address: int,
-        type: str,
-        row_stride: int,
-        col_stride: int = 0,
-        order: Sequence[int] | None = None,
-    ) -> None: ...
-    def set_quantised_rows(self, name: str, first: int, count: int, q: int, scales: int, minima: int = 0) -> None: ...
-    def set_vector(
-        self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
-    ) -> None: ...  # `plus` is added to each value: Gemma's 1 + weight
-    # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`. Both
-    # return a checksum of the bytes (csrc/llm/decoder/weight_file.h).
-    def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
-    def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
-    def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
     # `hosts`: each rank's, numbered as they come; `addresses`: where others' ranks reach this one; `wire_dtype`:
@@ -146,7 +116,7 @@ class Model:
         sequences: Sequence[int],
         counts: Sequence[int],  # new tokens of each sequence
         tokens: int,  # address of sum(counts) int64
-        logits: int,  # address of float32 [rows, vocab]; 0: none wanted
+        logits: int,  # address of float32 [rows, vocab]; 0: none wanted, or the executor keeps them
         rows: Sequence[int],  # of the concatenated tokens, ascending: those whose logits are wanted
     ) -> None: ...
     # Memory.
@@ -159,6 +129,87 @@ class Model:
     def cache_limit_bytes(self) -> int: ...
     # Seconds and calls by kind of work since the last reset (thread 0), for `bench llm --profile`.
     def profile(self, enabled: bool) -> dict[str, tuple[float, int]]: ...
+
+class DecoderModel(Model):
+    """The decoder of csrc/llm, with its weights and its KV cache."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,  # of this rank
+        # As MatrixShape: name, rows, cols, format, group, minimum.
+        matrices: Sequence[tuple[str, int, int, str, int, bool]],
+        vectors: Sequence[tuple[str, int]],
+        threads: int,  # 0: the CPUs of this process
+        cache_format: str,  # f32, bf16, i8, i4
+        cache_limit_bytes: int,
+    ) -> None: ...
+    # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
+    # q8_0 q4_0 q4_1. Strides in bytes. `order`: row i comes from source row order[i].
+    def set_rows(
+        self,
+        name: str,
+        first: int,
+        count: int,
+        address: int,
+        type: str,
+        row_stride: int,
+        col_stride: int = 0,
+        order: Sequence[int] | None = None,
+    ) -> None: ...
+    def set_quantised_rows(self, name: str, first: int, count: int, q: int, scales: int, minima: int = 0) -> None: ...
+    def set_vector(
+        self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
+    ) -> None: ...  # `plus` is added to each value: Gemma's 1 + weight
+    # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`. Both
+    # return a checksum of the bytes (csrc/llm/decoder/weight_file.h).
+    def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
+    def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
+    def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
+
+class Executor(Protocol):
+    """What ExternalModel calls, in one thread at a time. ModelError: there is no memory, or the model is at fault."""
+
+    weight_bytes: int
+    most_tokens: int  # of a run
+    # Of the memory of sequences: that a token takes, that sequences have, taken from the system, the most.
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+    # What has become of a sequence since the last run: it is new (`of` -1), has the first tokens of `of` (itself: it
+    # forgets the others), or is gone (`length` -1). Said again after a call that an exception has ended.
+    def change(self, sequence: int, of: int, length: int) -> None: ...
+    # Room for more tokens of sequences, as (sequence, count), before the runs that compute them.
+    def reserve(self, wanted: list[tuple[int, int]]) -> None: ...
+    # New tokens of sequences, as (sequence, position of the first, tokens, length that rotary positions are of). Writes
+    # the logits and the last hidden states of some rows of them, float32 [rows, vocab] and [rows, hidden], to addresses
+    # (0: the executor keeps the logits). Returns the next token of other rows, -1 for logits that are no numbers; these
+    # are given as (row, temperature, top_k, top_p, min_p, a random number in [0, 1)), temperature 0: the likeliest one.
+    def run(
+        self,
+        segments: list[tuple[int, int, list[int], int]],
+        picks: list[tuple[int, float, int, float, float, float]],
+        logits_rows: list[int],
+        logits: int,
+        hidden_rows: list[int],
+        hidden: int,
+    ) -> list[int]: ...
+    # The logits of a sequence were no numbers: whoever gets its memory next must not see what is there.
+    def clear(self, sequence: int) -> None: ...
+    # Of ranks that share the model: before the first step on each of them, and rank 0's value on all of them.
+    def connect(self) -> None: ...
+    def shared(self, value: int) -> int: ...
+
+class ExternalModel(Model):
+    """A model whose tokens an executor computes. It has no drafts, and does not keep the promise of `exact`."""
+
+    def __init__(self, spec: DecoderSpec, executor: Executor) -> None: ...
+    @property
+    def executor(self) -> Any: ...
 
 class TokenFeed:
     """Tokens of several steps on their way to another thread; readable (`fileno`) as long as some were not taken."""

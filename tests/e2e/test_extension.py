@@ -460,7 +460,7 @@ def test_with_graphs_it_passes_their_checks_and_decodes_through_them(run: Run) -
     from anyaccel.accelerator import Capability
     from anyaccel.accelerator.conformance.checks import CHECKS
     from anyaccel.accelerator.conformance.run import run_check
-    from anyaccel.inference.native.requests import new_request
+    from anyaccel._llm import Request
     from anyaccel_simd0.accelerator import Simd0Accelerator
     from recorded_graph import RecordedGraph
     logging.disable(logging.ERROR)
@@ -495,10 +495,10 @@ def test_with_graphs_it_passes_their_checks_and_decodes_through_them(run: Run) -
     answers = []
     for runs in (True, False):
         model = anyaccel.init_inference(family_cases.build("llama", positions=512), dtype="fp32").native.model
-        graphs = model._passes.graphs
+        graphs = model.executor.graphs
         assert graphs.usable
         graphs.usable = runs
-        requests = [new_request(model, list(range(3, 3 + n)), {{"max_new_tokens": 9}}) for n in (5, 17)]
+        requests = [Request(model, list(range(3, 3 + n)), {{"max_new_tokens": 9}}) for n in (5, 17)]
         while not all(request.finished for request in requests):
             model.step([request for request in requests if not request.finished])
         answers.append([request.tokens for request in requests])

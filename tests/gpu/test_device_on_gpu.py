@@ -13,9 +13,10 @@ import torch
 import anyaccel
 import family_cases
 import kernel_cases
+from anyaccel._llm import Request
 from anyaccel.accelerator.conformance.run import run_checks
+from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.kernels import choice
-from anyaccel.inference.native.requests import new_request
 
 pytest.importorskip("transformers")
 if not torch.cuda.is_available() or torch.version.cuda is None:
@@ -69,7 +70,7 @@ def _one_by_one(engine: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     model = engine.native.model
     sequence = model.create()
     for token in ids[0].tolist():
-        yield model.logits([sequence], [1], [token], [0])
+        yield device_logits(model, [sequence], [1], [token], [0])
     model.destroy(sequence)
 
 
@@ -87,7 +88,7 @@ def test_quantised_weights_run_by_operators_of_the_device(dtype: str, tmp_path: 
         with torch.inference_mode():
             logits.append(engine(ids.to(engine.device)).logits.cpu().float())
         if arithmetic == "bf16":
-            layer = engine.native.model.decoder.layers[0]
+            layer = engine.native.model.executor.decoder.layers[0]
             matrices = (layer.qkv.weight, layer.o.weight, layer.mlp.gate_up.weight)
             assert all(each._kernels is not None or each._product is not None for each in matrices)
     assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 0.03
@@ -96,12 +97,12 @@ def test_quantised_weights_run_by_operators_of_the_device(dtype: str, tmp_path: 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom"])
 def test_replayed_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
     model = anyaccel.init_inference(family_cases.build(name, positions=512), dtype="fp32").native.model
-    graphs = model._passes.graphs
+    graphs = model.executor.graphs
     assert graphs.usable
     answers = []
     for usable in (True, False):
         graphs.usable = usable
-        requests = [new_request(model, [3 + i for i in range(count)], {"max_new_tokens": 40}) for count in (5, 17, 40)]
+        requests = [Request(model, [3 + i for i in range(count)], {"max_new_tokens": 40}) for count in (5, 17, 40)]
         while not all(request.finished for request in requests):
             model.step([request for request in requests if not request.finished])
         answers.append([request.tokens for request in requests])

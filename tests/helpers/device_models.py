@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 
 import native_models
-from anyaccel.inference.device.model import DeviceModel
+from anyaccel._llm import ExternalModel
+from anyaccel.inference.device.executor import DeviceExecutor
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import weights
 
 
-def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> DeviceModel:
+def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> ExternalModel:
     """The same model as `native_models.native(name, positions)`."""
     _, spec, values = native_models.whole(name, positions)
     matrices, vectors = weights(spec)
@@ -20,4 +21,4 @@ def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> Devi
         "vectors": [(each.name, each.count) for each in vectors],
     }
     filled = native_models.fill(DeviceWeights(spec, shapes, torch.float32, torch.device("cpu")), spec, values)
-    return DeviceModel(spec, filled, torch.float32, cache_limit)
+    return ExternalModel(spec, DeviceExecutor(spec, filled, torch.float32, cache_limit))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device import activations, attention, parts, rotary
+from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.kernels.choice import Kernels, load
 from anyaccel.inference.device.parts import Normed
 from anyaccel.inference.spec.decoder import Mlp, Norm
@@ -215,8 +216,8 @@ def models(kernels: Kernels) -> dict[str, tuple[float, float]]:
             rotary.has_complex = lambda *_arguments: False
             model = on_device(name)
             sequence = model.create()
-            many = model.logits([sequence], [9], list(range(5, 14)), list(range(9)))
-            logits.append(torch.cat([many, model.logits([sequence], [1], [20], [0])]))
+            many = device_logits(model, [sequence], [9], list(range(5, 14)), list(range(9)))
+            logits.append(torch.cat([many, device_logits(model, [sequence], [1], [20], [0])]))
         found[f"model {name}"] = _error(logits[1], logits[0]), 1e-5
     return found
 

@@ -39,7 +39,7 @@ def empty(
     from anyaccel import _llm
 
     matrices, vectors = weights(spec)
-    return _llm.Model(
+    return _llm.DecoderModel(
         spec,
         [(each.name, each.rows, each.cols, weight, group, False) for each in matrices],
         [(each.name, each.count) for each in vectors],

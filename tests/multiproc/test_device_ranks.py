@@ -17,8 +17,8 @@ import family_cases
 import quantised_cases
 import ranks
 from anyaccel import comm
+from anyaccel._llm import Request
 from anyaccel.errors import AnyAccelError, CommError, ModelError, PeerLostError
-from anyaccel.inference.native.requests import new_request
 from recorded_graph import recording_accelerator
 
 pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def _sampled(engine: Any) -> list[list[int]]:
     model = engine.native.model
     options = ({}, {"do_sample": True, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.3, "logprobs": 2})
     requests = [
-        new_request(model, list(range(4, 9 + 9 * index)), {"max_new_tokens": 8, **more})
+        Request(model, list(range(4, 9 + 9 * index)), {"max_new_tokens": 8, **more})
         for index, more in enumerate(options)
     ]
     while not all(request.finished for request in requests):
@@ -127,7 +127,7 @@ def test_ranks_share_quantised_weights(tmp_path: Path) -> None:
 
 
 def _request_of(model: Any, prompt: list[int], most: int = 0) -> Any:
-    return new_request(model, prompt, {"max_new_tokens": most})
+    return Request(model, prompt, {"max_new_tokens": most})
 
 
 def quantised(folder: str) -> list[list[torch.Tensor]]:
@@ -158,7 +158,7 @@ def with_graphs(folder: str, names: tuple[str, ...]) -> list[tuple[list[list[int
             accelerator = recording_accelerator(patch)
             engine = _engine(name, folder, "device", 2)
             replayed = _sampled(engine)
-            graphs = engine.native.model._passes.graphs
+            graphs = engine.native.model.executor.graphs
             graphs.usable = False
             a_step = len(accelerator.graphs) / graphs.captured
             found.append((replayed, _sampled(engine), graphs.taken, a_step))
@@ -208,15 +208,15 @@ def with_little_room(folder: str) -> tuple[int, str, str, list[int]]:
     told = []
     for full in (False, True):
         if full:
-            model.cache.limit_bytes = 1 << 40
+            model.executor.cache.limit_bytes = 1 << 40
             if comm.get_rank() == 0:
-                model.cache.layers[0] = _Full(model.cache.layers[0])
+                model.executor.cache.layers[0] = _Full(model.executor.cache.layers[0])
         with pytest.raises(ModelError) as error:
             model.step([_request_of(model, list(range(3, 53)), 2) for _ in range(9)])
         told.append(str(error.value))
     if comm.get_rank() == 0:
-        model.cache.layers[0] = model.cache.layers[0].tensor
-    pages = len(model.cache.layers[1])
+        model.executor.cache.layers[0] = model.executor.cache.layers[0].tensor
+    pages = len(model.executor.cache.layers[1])
     last = _request_of(model, [5, 6, 7], 3)
     model.step([last])
     return pages, told[0], told[1], last.tokens

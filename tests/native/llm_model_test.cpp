@@ -18,7 +18,7 @@
 
 #include "check.h"
 #include "llm/errors.h"
-#include "llm/model/model.h"
+#include "llm/model/decoder_model.h"
 #include "llm/model/request.h"
 #include "llm_reference.h"
 
@@ -174,7 +174,7 @@ std::shared_ptr<Model> make(const DecoderSpec& spec, const Values& values, int t
     else
       vectors.push_back({name, value.rows});
   }
-  auto model = std::make_shared<Model>(spec, matrices, vectors, threads, CacheFormat::f32, limit);
+  auto model = std::make_shared<DecoderModel>(spec, matrices, vectors, threads, CacheFormat::f32, limit);
   message_of<ModelError>([&] { model->finish(); });
   for (const auto& [name, value] : values.all()) {
     if (value.cols > 0)
@@ -368,7 +368,7 @@ void test_errors() {
   CHECK(!message_of<UsageError>([&] { request.extend({1}, 0); }).empty());
 
   // The cache has room for one of two.
-  const auto small = make(spec, reference.values(), 2, 3 * model->cache().page_bytes());
+  const auto small = make(spec, reference.values(), 2, 3 * kPageTokens * model->cache_bytes_per_token());
   Request one(small, std::vector<int64_t>(100, 1), options(3), nullptr, false);
   Request two(small, std::vector<int64_t>(100, 2), options(3), nullptr, false);
   CHECK(!message_of<OutOfCache>([&] { small->step({&one, &two}); }).empty());

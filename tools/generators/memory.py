@@ -45,7 +45,7 @@ def model(config: dict[str, Any], dtype: str) -> _llm.Model:
     spec = family_of(config).spec(config)
     matrices, vectors = weights(spec)
     chosen = [choose(each, Precision(dtype), [("bf16", 0, False)]) for each in matrices]
-    return _llm.Model(
+    return _llm.DecoderModel(
         spec,
         [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in chosen],
         [(v.name, v.count) for v in vectors],

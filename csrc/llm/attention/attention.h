@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "llm/attention/sequences.h"
+
 namespace anyaccel::llm {
 
 constexpr int kPageTokens = 64;
@@ -45,35 +47,30 @@ struct OutOfCache : std::runtime_error {
 };
 
 // Pages of one model's cache. Calls for one cache may not run at the same time, and none while a step runs.
-class KvCache {
+class KvCache final : public Sequences {
  public:
   // One shape a layer. `limit_bytes`: extend() fails rather than use more. Throws std::invalid_argument.
   KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes);
-  ~KvCache();
+  ~KvCache() override;
 
-  size_t page_bytes() const;
-  size_t used_bytes() const;      // pages in use
-  size_t reserved_bytes() const;  // memory taken from the system
-  size_t limit_bytes() const;
-  // Lowers the limit; one that is lower already stays.
-  void set_limit_pages(size_t pages);
-
-  // A sequence without tokens.
-  int create();
-  void destroy(int sequence);
-  // A new sequence with the first `tokens` tokens of another; full pages are shared.
-  int fork(int sequence, int64_t tokens);
-  // Forgets all tokens from `tokens` on.
-  void truncate(int sequence, int64_t tokens);
-  int64_t length(int sequence) const;
-  // Makes room for `tokens` more tokens, which get pages of their own, and adds them to the length; call it for every
-  // sequence of a step before the step's threads start. Throws OutOfCache, also when the system has no memory, and
-  // changes nothing.
-  void extend(int sequence, int64_t tokens);
+  int create() override;
+  void destroy(int sequence) override;
+  int fork(int sequence, int64_t tokens) override;
+  void truncate(int sequence, int64_t tokens) override;
+  bool exists(int sequence) const override;
+  int64_t length(int sequence) const override;
+  void extend(int sequence, int64_t tokens) override;
   // Bytes that extend() would take: pages, and the copy of one that is shared.
   size_t extend_bytes(int sequence, int64_t tokens) const;
-  bool exists(int sequence) const;
   size_t sequences() const;
+
+  size_t token_bytes() const override { return page_bytes() / kPageTokens; }
+  size_t page_bytes() const;
+  size_t used_bytes() const override;
+  size_t reserved_bytes() const override;
+  size_t limit_bytes() const override;
+  // Lowers the limit; one that is lower already stays.
+  void set_limit_pages(size_t pages);
 
   // Kernels below.
   struct Impl;

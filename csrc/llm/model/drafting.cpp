@@ -11,6 +11,7 @@ namespace anyaccel::llm {
 void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation) {
   if (draft.get() == this) throw UsageError("a model cannot draft for itself: load it a second time");
   if (draft != nullptr) {
+    if (!exact() || !draft->exact()) throw UsageError("only the native runtime has drafts");
     const auto its = draft->lock();
     draft->check_ready();
     if (draft->draft_ != nullptr) throw UsageError("the draft model has a draft model itself");
@@ -20,7 +21,7 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
   }
   const auto held = lock();
   if (draft != nullptr && draft_of_pace_.lock() != draft) {
-    const Weights::Load own = weights_.load(spec_), its = draft->weights_.load(draft->spec_);
+    const Weights::Load own = load(), its = draft->load();
     model_pace_ = {};
     model_pace_.set_cost(its.bytes / own.bytes, its.products / own.products);
     draft_of_pace_ = draft;
@@ -46,7 +47,7 @@ int64_t Model::answers_only(const std::vector<Request*>& requests) {
 
 void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) {
   const auto count = static_cast<int64_t>(requests.size());
-  if (count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
+  if (!exact() || count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
   std::vector<Request*> by_text, by_model;
   bool always = false;
   int64_t room = kGemvTokens / count - 1;
@@ -101,8 +102,8 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
   // The other ranks have measured other times. Rank 0 decides, and within its pause nothing is exchanged.
   constexpr uint64_t kByte = 256;
   const uint64_t shared =
-      forward_.shared(static_cast<uint64_t>(choice.width) +
-                      kByte * (static_cast<uint64_t>(choice.reads) + kByte * static_cast<uint64_t>(choice.pause)));
+      exchange(static_cast<uint64_t>(choice.width) +
+               kByte * (static_cast<uint64_t>(choice.reads) + kByte * static_cast<uint64_t>(choice.pause)));
   if (by_model) draft_pause_ = static_cast<int64_t>(shared / kByte / kByte);
   return {static_cast<int64_t>(shared % kByte), static_cast<DraftPace::Reads>(shared / kByte % kByte)};
 }

@@ -3,81 +3,30 @@
 
 #include <algorithm>
 
-#include "common/hash.h"
 #include "llm/errors.h"
 
 namespace anyaccel::llm {
-namespace {
-
-DecoderSpec checked(DecoderSpec spec) {
-  check(spec);
-  return spec;
-}
-
-std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
-  std::vector<AttentionShape> shapes;
-  for (const LayerSpec& layer : spec.layers) {
-    const AttentionSpec& a = layer.attention;
-    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim});
-  }
-  return shapes;
-}
-
-constexpr char kBetweenNames = '\n';
-
-// The hosts of this stage's ranks, numbered anew as they come.
-std::vector<int> hosts_of_stage(const DecoderSpec& spec, const std::vector<int>& hosts) {
-  if (hosts.empty() || spec.stages == 1) return hosts;
-  if (hosts.size() != static_cast<size_t>(spec.size * spec.stages))
-    throw UsageError("hosts: needs one number a rank, of " + std::to_string(spec.size * spec.stages));
-  std::vector<int> known, found;
-  for (int rank = 0; rank < spec.size; ++rank) {
-    const int host = hosts[static_cast<size_t>(spec.stage * spec.size + rank)];
-    auto at = std::find(known.begin(), known.end(), host);
-    if (at == known.end()) at = known.insert(at, host);
-    found.push_back(static_cast<int>(at - known.begin()));
-  }
-  return found;
-}
-
-// A hash of everything that must be the same on all ranks.
-uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_floats) {
-  Fnv1a hash;
-  for (const auto value : {spec.vocab, spec.hidden, static_cast<int64_t>(spec.layers.size()), spec.max_tokens,
-                           static_cast<int64_t>(spec.size), most_tokens, static_cast<int64_t>(slot_floats)})
-    hash.mix(value);
-  return hash.value();
-}
-
-}  // namespace
-
-Model::Model(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
-             int threads, CacheFormat cache_format, size_t cache_limit_bytes)
-    : spec_(checked(std::move(spec))),
-      team_(threads),
-      weights_(spec_, matrices, vectors),
-      cache_(cache_shapes(spec_), cache_format, cache_limit_bytes > 0 ? cache_limit_bytes : SIZE_MAX / 2),
-      forward_(spec_, weights_, cache_, team_, profile_) {
-  scratch_.resize(static_cast<size_t>(team_.size()));
-}
 
 Model::~Model() = default;
 
 std::unique_lock<std::mutex> Model::lock() {
   // Before the lock is taken: in a forked child it may have been held by a thread that does not exist there.
-  if (!team_.usable())
+  if (!usable())
     throw UsageError(
         "this process was forked after the model was made, and its threads are the parent's; make the model in the "
         "process that uses it");
   std::unique_lock<std::mutex> held(mutex_);
-  const std::lock_guard<std::mutex> left(left_mutex_);
-  for (int sequence : left_) cache_.destroy(sequence);
-  left_.clear();
+  std::vector<int> left;
+  {
+    const std::lock_guard<std::mutex> of_left(left_mutex_);
+    left.swap(left_);
+  }
+  for (int sequence : left) cache().destroy(sequence);
   return held;
 }
 
 void Model::leave(int sequence) noexcept {
-  if (!team_.usable()) return;
+  if (!usable()) return;
   const std::lock_guard<std::mutex> left(left_mutex_);
   try {
     left_.push_back(sequence);
@@ -85,141 +34,13 @@ void Model::leave(int sequence) noexcept {
   }
 }
 
-// --- weights
-
-void Model::set_rows(const std::string& name, int64_t first, int64_t count, const Source& source,
-                     const int64_t* order) {
-  const auto held = lock();
-  weights_.set_rows(team_, name, first, count, source, order);
-}
-
-void Model::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
-                               const float* scales, const float* minima) {
-  const auto held = lock();
-  weights_.set_quantised_rows(name, first, count, q, scales, minima);
-}
-
-void Model::set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
-                       int64_t stride, float plus) {
-  const auto held = lock();
-  weights_.set_vector(name, first, count, data, type, stride, plus);
-}
-
-uint64_t Model::write(int fd, int64_t offset, const FileProgress& progress) {
-  auto held = lock();
-  int threads = team_.size();
-  if (finished_) {  // they do not change any more: steps go on meanwhile, beside one thread that writes
-    held.unlock();
-    threads = 1;
-  }
-  return write_weights(fd, offset, weights_.data(), weights_.bytes(), threads, progress);
-}
-
-uint64_t Model::read(int fd, int64_t offset, const FileProgress& progress) {
-  const auto held = lock();
-  if (finished_) throw UsageError("weights are read before finish()");
-  const uint64_t checksum = map_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
-  weights_.set_all();
-  return checksum;
-}
-
-void Model::finish() {
-  const auto held = lock();
-  if (finished_) return;
-  weights_.finish();
-  finished_ = true;
-}
-
-// --- tensor parallelism
-
-std::string Model::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
-                                  const std::vector<std::string>& addresses, const std::string& wire_dtype,
-                                  const std::string& transport) {
-  const auto held = lock();
-  if (spec_.size == 1 && spec_.stages == 1) throw UsageError("create_segment: the model has one rank");
-  if (ranks_ != nullptr || stages_ != nullptr) throw UsageError("create_segment: called before");
-  transport_ = transport;
-  const size_t floats = forward_.slot_floats();
-  if (static_cast<size_t>(spec_.own_vocab()) > floats)
-    throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
-                     std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
-  const auto pages = static_cast<int64_t>(cache_.limit_bytes() / cache_.page_bytes());
-  const auto kind = anonymous ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix;
-  std::string name;
-  if (spec_.stages > 1) {
-    stages_ = std::make_unique<Stages>(spec_, forward_.most_tokens(), pages, timeout_s, kind, hosts, addresses);
-    stages_->set_interrupt_check(interrupt_check_);
-    name = stages_->name();
-  }
-  if (spec_.size > 1) {
-    const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
-                                       spec_.own_vocab(), pages};
-    ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
-                                             hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size,
-                                             comm::read_wire_format(wire_dtype), transport);
-    ranks_->set_interrupt_check(interrupt_check_);
-    name = ranks_->name() + (stages_ == nullptr ? "" : kBetweenNames + name);
-  }
-  return name;
-}
-
-void Model::connect(const std::vector<std::string>& names, const std::vector<int>& pids) {
-  const auto held = lock();
-  if (ranks_ == nullptr && stages_ == nullptr) throw UsageError("connect: create_segment() comes first");
-  const auto count = static_cast<size_t>(spec_.size * spec_.stages);
-  if (names.size() != count || pids.size() != count)
-    throw UsageError("connect: needs one name and one pid a rank, of " + std::to_string(count));
-  comm::start_transport(transport_);
-  int64_t pages = INT64_MAX;
-  if (ranks_ != nullptr) {
-    const auto begin = static_cast<ptrdiff_t>(spec_.stage * spec_.size), end = begin + spec_.size;
-    std::vector<std::string> own(names.begin() + begin, names.begin() + end);
-    for (std::string& name : own) name = name.substr(0, name.find(kBetweenNames));
-    ranks_->connect(own, {pids.begin() + begin, pids.begin() + end});
-    int64_t next = 0;
-    for (int rank = 0; rank < spec_.size; ++rank) {
-      const ParallelRanks::Header& header = ranks_->header(rank);
-      if (header.vocab_first != next || header.vocab_count < 0 || header.vocab_count > spec_.vocab - next)
-        throw UsageError("the ranks' rows of the vocabulary are not one after another");
-      next += header.vocab_count;
-      pages = std::min(pages, header.cache_pages);
-    }
-    if (next != spec_.vocab)
-      throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
-                       " rows of the vocabulary");
-  }
-  if (stages_ != nullptr) {
-    std::vector<std::string> own = names;
-    for (std::string& name : own) name = name.substr(name.find(kBetweenNames) + 1);  // npos + 1 is 0
-    stages_->connect(own, pids);
-    pages = stages_->cache_pages();
-  }
-  cache_.set_limit_pages(static_cast<size_t>(pages));  // so that all ranks refuse the same
-  forward_.set_ranks(ranks_.get(), stages_.get());
-}
-
-void Model::unlink() {
-  const auto held = lock();
-  if (ranks_ != nullptr) ranks_->unlink();
-  if (stages_ != nullptr) stages_->unlink();
-}
-
 uint64_t Model::shared(uint64_t value) {
   const auto held = lock();
   check_ready();
-  return forward_.shared(value);
+  return exchange(value);
 }
 
 // --- checks
-
-void Model::check_ready() const {
-  if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
-  if ((spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected())) ||
-      (spec_.stages > 1 && (stages_ == nullptr || !stages_->connected())))
-    throw UsageError("rank " + std::to_string(spec_.stage * spec_.size + spec_.rank) + " of " +
-                     std::to_string(spec_.size * spec_.stages) +
-                     " is not connected to the others: create_segment() and connect() come first");
-}
 
 void Model::check_tokens(const int64_t* tokens, int64_t count) const {
   for (int64_t i = 0; i < count; ++i)
@@ -229,52 +50,60 @@ void Model::check_tokens(const int64_t* tokens, int64_t count) const {
 }
 
 void Model::check_sequence(int sequence) const {
-  if (!cache_.exists(sequence)) throw UsageError("there is no sequence " + std::to_string(sequence));
+  if (!cache().exists(sequence)) throw UsageError("there is no sequence " + std::to_string(sequence));
 }
 
 // --- sequences
 
 int Model::create() {
   const auto held = lock();
-  return cache_.create();
+  return cache().create();
 }
 
 int Model::fork(int sequence, int64_t tokens) {
   const auto held = lock();
   check_sequence(sequence);
-  return cache_.fork(sequence, tokens);
+  return cache().fork(sequence, tokens);
 }
 
 void Model::truncate(int sequence, int64_t tokens) {
   const auto held = lock();
   check_sequence(sequence);
-  cache_.truncate(sequence, tokens);
+  cache().truncate(sequence, tokens);
 }
 
 void Model::destroy(int sequence) {
   const auto held = lock();
   check_sequence(sequence);
-  cache_.destroy(sequence);
+  cache().destroy(sequence);
 }
 
 int64_t Model::length(int sequence) {
   const auto held = lock();
   check_sequence(sequence);
-  return cache_.length(sequence);
+  return cache().length(sequence);
 }
 
 // --- memory and time
 
-int64_t Model::cache_bytes_per_token() const { return static_cast<int64_t>(cache_.page_bytes() / kPageTokens); }
+size_t Model::cache_bytes_per_token() {
+  const auto held = lock();
+  return cache().token_bytes();
+}
+
+size_t Model::cache_limit_bytes() {
+  const auto held = lock();
+  return cache().limit_bytes();
+}
 
 size_t Model::cache_used_bytes() {
   const auto held = lock();
-  return cache_.used_bytes();
+  return cache().used_bytes();
 }
 
 size_t Model::cache_reserved_bytes() {
   const auto held = lock();
-  return cache_.reserved_bytes();
+  return cache().reserved_bytes();
 }
 
 Profile::Entries Model::profile(bool enabled) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A decoder: weights, cache, threads, and the steps of generation.
+// Requests and the steps of generation, whatever computes them.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "common/team.h"
-#include "llm/attention/attention.h"
+#include "llm/attention/sequences.h"
 #include "llm/decoder/profile.h"
 #include "llm/decoder/spec.h"
-#include "llm/decoder/weight_file.h"
 #include "llm/decoder/weights.h"
 #include "llm/draft/pace.h"
 #include "llm/forward/forward.h"
 #include "llm/model/sampling.h"
-#include "llm/ranks/parallel_ranks.h"
 #include "llm/ranks/stages.h"
 
 namespace anyaccel::llm {
@@ -45,48 +42,47 @@ struct DraftTranslation {
       from_draft;
 };
 
+// A token that the executor chooses itself, from the logits of a row of its run.
+struct Pick {
+  int32_t row;
+  // As in SamplingOptions; temperature 0: the likeliest token.
+  float temperature = 0;
+  int top_k = 0;
+  float top_p = 1, min_p = 0;
+  double uniform = 0;  // the random number that it is drawn by
+  int64_t token = -1;  // what was chosen; -1: the logits are no numbers
+};
+
+// The executors that derive from it have weights and the memory of sequences, and compute runs of tokens: DecoderModel
+// here, ExternalModel in Python. What is done with requests is done in this class, for all of them.
+//
 // Calls may come from several threads, and run one after the other. After an error that is not of an exchange among
 // ranks the model is as it was before the call.
 class Model {
  public:
-  // `threads`: 0 for as many as this process may use CPUs. Throws UsageError, std::bad_alloc, std::system_error.
-  Model(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
-        int threads, CacheFormat cache_format, size_t cache_limit_bytes);
-  ~Model();
+  explicit Model(DecoderSpec spec) : spec_(std::move(spec)) {}
+  virtual ~Model();
 
   const DecoderSpec& spec() const { return spec_; }
-  size_t weight_bytes() const { return weights_.bytes(); }
-  int threads() const { return team_.size(); }
-  const KvCache& cache() const { return cache_; }
+  virtual size_t weight_bytes() const = 0;
+  virtual int threads() const = 0;
   // Called now and then by the thread that called step() or forward(); may throw, which ends the call.
   void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
-
-  // --- weights, see Weights
-  void set_rows(const std::string& name, int64_t first, int64_t count, const Source& source, const int64_t* order);
-  void set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q, const float* scales,
-                          const float* minima);
-  void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
-                  int64_t stride, float plus);
-  // See weight_file.h.
-  uint64_t write(int fd, int64_t offset, const FileProgress& progress);
-  uint64_t read(int fd, int64_t offset, const FileProgress& progress);
-  // After the last weight. Throws ModelError.
-  void finish();
 
   // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
   // `wire_dtype`: see WireFormat, of what is summed; `transport`: see start_transport(). Throws std::invalid_argument
   // too.
-  std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
-                             const std::vector<std::string>& addresses = {}, const std::string& wire_dtype = "f32",
-                             const std::string& transport = {});
-  void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
-  void unlink();
+  virtual std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
+                                     const std::vector<std::string>& addresses = {},
+                                     const std::string& wire_dtype = "f32", const std::string& transport = {}) = 0;
+  virtual void connect(const std::vector<std::string>& names, const std::vector<int>& pids) = 0;
+  virtual void unlink() = 0;
   // Rank 0's value, on every rank; all call it between steps.
   uint64_t shared(uint64_t value);
 
   // --- drafts
   // The model that guesses tokens for requests that ask for it; on ranks, this rank's part of it. It has the same
-  // tokens, or `translation`. Null: none. Throws UsageError.
+  // tokens, or `translation`. Null: none. Throws UsageError, also where an executor has no drafts.
   void set_draft(std::shared_ptr<Model> draft, DraftTranslation translation = {});
   // The bytes of weights that its passes read for a token, as a share of those that this model's do; nothing without
   // one.
@@ -117,34 +113,76 @@ class Model {
   void truncate(int sequence, int64_t tokens);
   void destroy(int sequence);
   int64_t length(int sequence);
-  // `tokens`: counts[i] new tokens of sequences[i], one after another. `logits`: [rows, vocab], of those tokens.
+  // `tokens`: counts[i] new tokens of sequences[i], one after another. `logits`: [rows, vocab], of those tokens; null
+  // where the executor keeps them itself.
   void forward(const std::vector<int>& sequences, const std::vector<int64_t>& counts, const int64_t* tokens,
                float* logits, const std::vector<int64_t>& rows);
 
-  int64_t cache_bytes_per_token() const;
+  size_t cache_bytes_per_token();
   size_t cache_used_bytes();
   size_t cache_reserved_bytes();
+  size_t cache_limit_bytes();
   // Returns what was counted so far, and starts counting anew or stops.
   Profile::Entries profile(bool enabled);
 
+ protected:
+  struct Work {  // new tokens of one sequence
+    int sequence;
+    const int64_t* tokens;
+    int64_t count;
+    // The sequence's length that rotary positions are of; 0: that after the call, or after each token that passes
+    // apart.
+    int64_t context = 0;
+    // Each token passes as if it were the last one: drafts, whose results must have the same bits as without, and the
+    // part of an answer that is computed again.
+    bool apart = false;
+    int64_t start = 0;  // the sequence's length before
+  };
+
+  // --- what an executor gives; all is called with the lock held
+  virtual Sequences& cache() = 0;
+  virtual const Sequences& cache() const = 0;
+  // Throws UsageError where steps cannot be made yet.
+  virtual void check_ready() const {}
+  // False in a forked child whose parent has the model's threads.
+  virtual bool usable() const noexcept { return true; }
+  // Throws OutOfCache or ModelError where there is no memory for all of it.
+  virtual void check_room(const std::vector<Work>& work) = 0;
+  virtual int64_t most_tokens() const = 0;  // of a run
+  // Whether it chooses tokens itself where nothing but Pick's options is asked for.
+  virtual bool picks() const { return false; }
+  // Whether it keeps the promise of `exact` in step(), which drafts need; and what its passes read for a token.
+  virtual bool exact() const { return false; }
+  virtual Weights::Load load() const { return {}; }
+  // One run; the sequences have been extended. See Forward::run().
+  virtual void run(const StepTokens& tokens, std::vector<Pick>& picks) = 0;
+  // Where the logits of a sequence were no numbers: whoever gets its memory next must not see them.
+  virtual void clear(int /*sequence*/) {}
+  virtual uint64_t exchange(uint64_t value) { return value; }
+  virtual void share_rows(const StepTokens& /*tokens*/) {}
+  // Calls function(thread, threads) on each thread.
+  virtual void on_threads(const std::function<void(int, int)>& function) { function(0, 1); }
+
+  std::unique_lock<std::mutex> lock();  // also frees the sequences of requests that have ended
+
+  const DecoderSpec spec_;
+  Profile profile_;
+  std::unique_ptr<Stages> stages_;
+  std::function<void()> interrupt_check_;
+
  private:
   friend class Request;
-  struct Work;  // the new tokens of one sequence
   struct Pass;
   struct Wanted;
 
-  std::unique_lock<std::mutex> lock();  // also frees the sequences of requests that have ended
-  void check_ready() const;
   void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
-  void check_room(const std::vector<Work>& work) const;
   int64_t most_of_a_run(int64_t total, const Pass& pass) const;
   // What the last stage has chosen, from result.ones[begin] on, or why it could not, on all stages.
   void share_chosen(size_t begin, std::string& failure, StepResult& result);
-  // Runs all tokens. kind(i) says whether the logits or the hidden state of token i are wanted; `done` is told where
-  // they are, run by run.
-  template <class Kind, class Done>
-  void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
+  // Runs all tokens; `done` gets what is wanted of them, run by run. `wanted` is in the order of the tokens.
+  template <class Done>
+  void process(std::vector<Work>& work, const Pass& pass, const std::vector<Wanted>& wanted, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
   // Puts drafts behind the tokens of requests that are all in their answers; `step` gets what they took.
   void draft(const std::vector<Request*>& requests, DraftPace::Step& step);
@@ -157,21 +195,12 @@ class Model {
   DraftPace& pace_of(const Request& request);
   std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
-  void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
+  bool can_pick(const Request& request) const;
+  void take_picks(const std::vector<Wanted>& rows, StepResult& result);
+  void choose(const std::vector<Wanted>& rows, StepResult& result);
+  [[noreturn]] void refuse_logits(Request& request, const StepResult& result);
   // Called by a request that ends, on any thread. A step may be running, so the next call frees the sequence.
   void leave(int sequence) noexcept;
-
-  DecoderSpec spec_;
-  Team team_;
-  Weights weights_;
-  KvCache cache_;
-  Profile profile_;
-  std::unique_ptr<ParallelRanks> ranks_;
-  std::unique_ptr<Stages> stages_;
-  Forward forward_;
-  std::function<void()> interrupt_check_;
-  std::string transport_;
-  bool finished_ = false;
 
   std::mutex mutex_;  // one call at a time
   std::mutex left_mutex_;
@@ -186,6 +215,7 @@ class Model {
   int64_t draft_read_ = 0, draft_passes_ = 0;
 
   StepTokens tokens_;
+  std::vector<Pick> picks_;
   std::vector<float> logits_, hidden_;
   std::vector<SamplingScratch> scratch_;  // of each thread
 };

@@ -67,7 +67,7 @@ Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, Requ
   model_->check_tokens(tokens_.data(), prompt_);
   check_room(model_->spec(), prompt_, answering());
   if (options_.prompt_logprobs >= 0) prompt_scores_.resize(static_cast<size_t>(prompt_ - 1));
-  sequence_ = model_->cache_.create();
+  sequence_ = model_->cache().create();
 }
 
 Request::~Request() {
@@ -92,7 +92,7 @@ Request::Finish Request::finished() const {
 void Request::finish() {
   const auto held = model_->lock();
   prefix_.reset();
-  if (sequence_ >= 0) model_->cache_.destroy(sequence_);
+  if (sequence_ >= 0) model_->cache().destroy(sequence_);
   sequence_ = -1;
   cached_ = 0;
   chosen_.clear();
@@ -144,8 +144,8 @@ void Request::share_prefix() {
   if (common <= 0) return;
   for (const RopeSpec& rope : model_->spec().ropes)
     if (RopeTable(rope).changes_between(static_cast<int64_t>(tokens_.size()), prefix->cached_)) return;
-  const int shared = model_->cache_.fork(prefix->sequence_, common);
-  model_->cache_.destroy(sequence_);
+  const int shared = model_->cache().fork(prefix->sequence_, common);
+  model_->cache().destroy(sequence_);
   sequence_ = shared;
   cached_ = common;
   context_ = prefix->context_;
@@ -158,8 +158,8 @@ void Request::share(const Request& other, int64_t tokens) {
   if (cached_ > 0 || tokens < 1 || tokens > other.cached_ || tokens >= static_cast<int64_t>(tokens_.size()) ||
       !std::equal(tokens_.begin(), tokens_.begin() + tokens, other.tokens_.begin()))
     throw UsageError("share: the first " + std::to_string(tokens) + " tokens are not those of the other request");
-  const int shared = model_->cache_.fork(other.sequence_, tokens);
-  model_->cache_.destroy(sequence_);
+  const int shared = model_->cache().fork(other.sequence_, tokens);
+  model_->cache().destroy(sequence_);
   sequence_ = shared;
   cached_ = tokens;
   context_ = other.context_;
@@ -171,7 +171,7 @@ void Request::shrink(int64_t tokens) {
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
   chosen_.clear();
   drafter_.reset();
-  model_->cache_.truncate(sequence_, tokens);
+  model_->cache().truncate(sequence_, tokens);
   cached_ = tokens;
 }
 
@@ -223,7 +223,7 @@ void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
   const auto common = std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first;
   cached_ =
       std::min({cached_, static_cast<int64_t>(common - tokens_.begin()), static_cast<int64_t>(tokens.size()) - 1});
-  model_->cache_.truncate(sequence_, cached_);
+  model_->cache().truncate(sequence_, cached_);
   tokens_ = tokens;
   prompt_ = std::clamp<int64_t>(other.prompt_ - other.draft_from_, 0, static_cast<int64_t>(tokens.size()));
   random_ = other.random_;
@@ -258,7 +258,7 @@ void Request::take(std::vector<ChosenToken> chosen) {
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();
-    model_->cache_.truncate(sequence_, cached_ + accepted);
+    model_->cache().truncate(sequence_, cached_ + accepted);
   }
   for (ChosenToken& one : chosen) chosen_.push_back(std::move(one));
   --cached_;  // next() counts a token of the cache for each token that it gives
@@ -285,7 +285,7 @@ int64_t Request::next() {
 void Request::drop_chosen() {
   if (chosen_.empty()) return;
   chosen_.clear();
-  model_->cache_.truncate(sequence_, cached_);
+  model_->cache().truncate(sequence_, cached_);
 }
 
 std::vector<TokenScore> Request::take_scores() {

@@ -15,6 +15,7 @@
 namespace anyaccel::llm {
 
 class Model;
+struct Pick;
 
 struct RequestOptions {
   // What comes of the prompt: an answer; nothing, as only its scores are wanted; the hidden states after the last norm,
@@ -102,6 +103,8 @@ class Request {
   // they are computed again, are passed over.
   void pool(const float* hidden, int64_t width, int64_t position, int64_t count);
   void share_prefix();
+  // How the executor chooses the next token, where it does.
+  Pick pick(int32_t row) const;
   // The most drafts that the next pass may take, of `most`; 0 where there is no room, or the request takes none.
   int64_t draft_room(int64_t most) const;
   // Drafts stand behind the tokens while a step runs.

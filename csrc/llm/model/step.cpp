@@ -13,8 +13,6 @@ namespace anyaccel::llm {
 
 namespace {
 
-enum class Row : uint8_t { none, logits, hidden };
-
 // The most rows of logits in memory at a time, where those of a whole prompt are wanted.
 constexpr size_t kMostRows = 128;
 
@@ -27,13 +25,6 @@ constexpr int64_t kLeastOfFew = 4;
 
 }  // namespace
 
-void Model::check_room(const std::vector<Work>& work) const {
-  size_t needed = 0;
-  for (const Work& one : work) needed += cache_.extend_bytes(one.sequence, one.count);
-  const size_t left = cache_.limit_bytes() - std::min(cache_.limit_bytes(), cache_.used_bytes());
-  if (needed > left) throw OutOfCache(needed, left, cache_.limit_bytes());
-}
-
 // With stages, runs are so small that all stages have one at a time; but more tokens than pass as few are not divided
 // into so few, since these are summed otherwise.
 int64_t Model::most_of_a_run(int64_t total, const Pass& pass) const {
@@ -45,12 +36,12 @@ int64_t Model::most_of_a_run(int64_t total, const Pass& pass) const {
 }
 
 // The runs are of about equal size.
-template <class Kind, class Done>
-void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done) {
+template <class Done>
+void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector<Wanted>& wanted, Done done) {
   check_room(work);
   int64_t total = 0;
   for (Work& one : work) {
-    one.start = cache_.length(one.sequence);
+    one.start = cache().length(one.sequence);
     total += one.count;
   }
   if (total == 0) return;
@@ -59,13 +50,16 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
   int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
   int64_t left = runs;
   try {
-    size_t at = 0;      // in work
-    int64_t taken = 0;  // of work[at]
-    int64_t index = 0;  // of the next token among all
+    size_t at = 0;               // in work
+    int64_t taken = 0;           // of work[at]
+    int64_t index = 0;           // of the next token among all
+    auto next = wanted.begin();  // of what is wanted of it and those after it
     while (index < total) {
       if (index > 0 && interrupt_check_) interrupt_check_();
       tokens_.clear();
+      picks_.clear();
       const int64_t first = index;
+      const auto first_wanted = next;
       if (stages_ != nullptr)
         size = std::min(longest, (total - index + left - 1) / left);  // of equal size: none of few
       left = std::max<int64_t>(left - 1, 1);
@@ -75,10 +69,12 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
         const auto row = static_cast<int>(tokens_.tokens.size());
         int64_t count = 0;
         for (; count < most && tokens_.wanted.size() < done.most_rows(); ++count) {
-          const Row wanted = kind(index + count);
-          const auto next = static_cast<int32_t>(tokens_.tokens.size());
-          if (wanted == Row::logits) tokens_.wanted.push_back(next);
-          if (wanted == Row::hidden) tokens_.hidden_wanted.push_back(next);
+          const auto token_row = static_cast<int32_t>(tokens_.tokens.size());
+          for (; next != wanted.end() && next->index == index + count; ++next) {
+            if (next->kind == Wanted::Kind::logits) tokens_.wanted.push_back(token_row);
+            if (next->kind == Wanted::Kind::hidden) tokens_.hidden_wanted.push_back(token_row);
+            if (next->kind == Wanted::Kind::pick) picks_.push_back(done.pick(*next, token_row));
+          }
           tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + count]));
         }
         if (count > 0) {
@@ -92,7 +88,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
             tokens_.queries.push_back({one.sequence, position, static_cast<int>(count), row, pass.prompt});
             tokens_.contexts.push_back(one.context > 0 ? one.context : one.start + one.count);
           }
-          cache_.extend(one.sequence, count);
+          cache().extend(one.sequence, count);
           index += count;
           taken += count;
         }
@@ -106,14 +102,14 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
       tokens_.hidden = done.hidden(tokens_.hidden_wanted.size());
       tokens_.exact = pass.exact;
       tokens_.prompt = pass.prompt;
-      forward_.run(tokens_);
-      if (stages_ != nullptr && done.everywhere()) forward_.share_rows(tokens_);
+      run(tokens_, picks_);
+      if (stages_ != nullptr && done.everywhere()) share_rows(tokens_);
       if (stages_ == nullptr || stages_->is_last() || done.everywhere())
-        done.take(tokens_.wanted.size(), tokens_.hidden_wanted.size());
+        done.take(std::vector<Wanted>(first_wanted, next));
     }
   } catch (...) {
     for (const Work& one : work)
-      if (cache_.length(one.sequence) > one.start) cache_.truncate(one.sequence, one.start);
+      if (cache().length(one.sequence) > one.start) cache().truncate(one.sequence, one.start);
     throw;
   }
 }
@@ -123,7 +119,8 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
   const auto held = lock();
   check_ready();
   if (sequences.size() != counts.size()) throw UsageError("forward: needs one count a sequence");
-  if (!rows.empty() && logits == nullptr) throw UsageError("forward: rows are wanted, and no place for logits");
+  if (!rows.empty() && logits == nullptr && exact())
+    throw UsageError("forward: rows are wanted, and no place for logits");
   std::vector<Work> work;
   std::unordered_set<int> seen;
   int64_t total = 0;
@@ -132,7 +129,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     if (!seen.insert(sequences[i]).second)
       throw UsageError("forward: sequence " + std::to_string(sequences[i]) + " is there twice");
     if (counts[i] < 0) throw UsageError("forward: a sequence with " + std::to_string(counts[i]) + " tokens");
-    const int64_t length = cache_.length(sequences[i]) + counts[i];
+    const int64_t length = cache().length(sequences[i]) + counts[i];
     if (spec_.max_tokens > 0 && length > spec_.max_tokens)
       throw UsageError("sequence " + std::to_string(sequences[i]) + " would have " + std::to_string(length) +
                        " tokens: the model's context has " + std::to_string(spec_.max_tokens));
@@ -149,19 +146,16 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     int64_t vocab;
     float* logits(size_t) { return next; }
     float* hidden(size_t) { return nullptr; }
-    void take(size_t count, size_t) { next += static_cast<int64_t>(count) * vocab; }
+    static Pick pick(const Wanted&, int32_t) { return {}; }
+    void take(const std::vector<Wanted>& rows) {
+      if (next != nullptr) next += static_cast<int64_t>(rows.size()) * vocab;
+    }
     size_t most_rows() const { return SIZE_MAX; }
     static bool everywhere() { return false; }  // all at once, below: no stage waits for the last one meanwhile
   };
-  auto row = rows.begin();
-  process(
-      work, Pass{forward_.most_tokens()},
-      [&](int64_t index) {
-        if (row == rows.end() || *row != index) return Row::none;
-        ++row;
-        return Row::logits;
-      },
-      Done{logits, spec_.vocab});
+  std::vector<Wanted> wanted;
+  for (const int64_t row : rows) wanted.push_back({row});
+  process(work, Pass{most_tokens()}, wanted, Done{logits, spec_.vocab});
   if (stages_ != nullptr) stages_->share(logits, rows.size() * static_cast<size_t>(spec_.vocab) * sizeof(float));
 }
 
@@ -216,7 +210,8 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
       if (request->pending() == 0) --request->cached_;
     for (const std::vector<Request*>* wave : {&first, &second})
       for (Request* request : *wave)
-        if (cache_.length(request->sequence_) > request->cached_) cache_.truncate(request->sequence_, request->cached_);
+        if (cache().length(request->sequence_) > request->cached_)
+          cache().truncate(request->sequence_, request->cached_);
     throw;
   }
   for (Request* request : second) request->cached_ += request->passing_;
@@ -265,7 +260,7 @@ void Model::step_some(const std::vector<Request*>& requests, bool exact, StepRes
     for (const RopeSpec& rope : spec_.ropes) {
       if (rope.long_inv_freq.empty() || request->cached_ == 0) continue;
       if (!RopeTable(rope).changes_between(request->context_, length)) continue;
-      cache_.truncate(request->sequence_, 0);
+      cache().truncate(request->sequence_, 0);
       request->cached_ = 0;
     }
     request->context_ = length;
@@ -275,12 +270,13 @@ void Model::step_some(const std::vector<Request*>& requests, bool exact, StepRes
       request->passing_ = std::min(request->passing_, request->prompt_ - request->cached_);
   }
   const bool drafted = std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->drafted_ > 0; });
-  if (!exact && !drafted) return pass(requests, {forward_.most_tokens()}, result);
+  if (!exact && !drafted) return pass(requests, {most_tokens()}, result);
+  if (!this->exact()) return pass(requests, {most_tokens(), true, true}, result);
   std::vector<Request*> few, prompts;
   for (Request* request : requests)
     (request->cached_ >= request->prompt_ && (exact || request->pending() == 1 + request->drafted_) ? few : prompts)
         .push_back(request);
-  const Pass as_few{kGemvTokens, true, false}, as_many{forward_.most_tokens(), true, true};
+  const Pass as_few{kGemvTokens, true, false}, as_many{most_tokens(), true, true};
   std::vector<Work> work = work_of(few, as_few);
   const std::vector<Work> others = work_of(prompts, as_many);
   work.insert(work.end(), others.begin(), others.end());
@@ -305,23 +301,24 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, c
 
 void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result) {
   std::vector<Work> work = work_of(requests, how);
-  std::vector<Wanted> logits, hidden;
+  std::vector<Wanted> wanted;
   int64_t first = 0;
   for (Request* request : requests) {
     const RequestOptions& options = request->options_;
     const auto length = static_cast<int64_t>(request->tokens_.size());
     const int64_t begin = request->cached_, end = begin + request->passing_;
-    if (options.prompt_logprobs >= 0)
-      for (int64_t position = begin; position < std::min(end, request->prompt_ - 1); ++position)
-        logits.push_back({first + position - begin, request, position});
-    if (options.goal == RequestOptions::Goal::mean)
-      for (int64_t position = begin; position < end; ++position)
-        hidden.push_back({first + position - begin, request, position});
-    if (end == length && request->answering())
-      for (int64_t position = end - 1 - request->drafted_; position < end; ++position)
-        logits.push_back({first + position - begin, request, position});
-    if (end == length && options.goal == RequestOptions::Goal::last)
-      hidden.push_back({first + end - 1 - begin, request, 0});
+    for (int64_t position = begin; position < end; ++position) {
+      const int64_t index = first + position - begin;
+      const bool last = end == length && position >= end - 1 - request->drafted_;
+      if (options.prompt_logprobs >= 0 && position < request->prompt_ - 1)
+        wanted.push_back({index, Wanted::Kind::logits, request, position});
+      if (options.goal == RequestOptions::Goal::mean)
+        wanted.push_back({index, Wanted::Kind::hidden, request, position});
+      if (last && request->answering())
+        wanted.push_back({index, can_pick(*request) ? Wanted::Kind::pick : Wanted::Kind::logits, request, position});
+      if (last && options.goal == RequestOptions::Goal::last)
+        wanted.push_back({index, Wanted::Kind::hidden, request, 0});
+    }
     first += request->passing_;
   }
 
@@ -331,11 +328,9 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
                            });
   struct Done {
     Model& model;
-    const std::vector<Wanted>&all_logits, &all_hidden;
     StepResult& result;
     const bool tokens_only;
     std::string& failure;
-    size_t next_logits = 0, next_hidden = 0;
     bool everywhere() const { return !tokens_only; }
     static float* room(std::vector<float>& floats, size_t count, int64_t width) {
       const size_t wanted = count * static_cast<size_t>(width);
@@ -344,41 +339,32 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
     }
     float* logits(size_t count) { return room(model.logits_, count, model.spec_.vocab); }
     float* hidden(size_t count) { return room(model.hidden_, count, model.spec_.hidden); }
-    void take(size_t logits_count, size_t hidden_count) {
+    static Pick pick(const Wanted& one, int32_t row) { return one.request->pick(row); }
+    void take(const std::vector<Wanted>& rows) {
+      std::vector<Wanted> with_logits, picked;
+      const float* hidden = model.hidden_.data();
+      for (const Wanted& row : rows) {
+        if (row.kind == Wanted::Kind::logits) with_logits.push_back(row);
+        if (row.kind == Wanted::Kind::pick) picked.push_back(row);
+        if (row.kind != Wanted::Kind::hidden) continue;
+        row.request->pool(hidden, model.spec_.hidden, row.position, 1);
+        hidden += model.spec_.hidden;
+      }
       try {
-        if (failure.empty()) model.choose(all_logits, next_logits, logits_count, result);
+        if (!failure.empty()) return;
+        model.choose(with_logits, result);
+        model.take_picks(picked, result);
       } catch (const ModelError& error) {
         if (!tokens_only) throw;
         failure = error.what();  // the other stages are told once all runs are through
       }
-      next_logits += logits_count;
-      for (size_t i = 0; i < hidden_count; ++i) {
-        const Wanted& one = all_hidden[next_hidden++];
-        one.request->pool(model.hidden_.data() + i * static_cast<size_t>(model.spec_.hidden), model.spec_.hidden,
-                          one.position, 1);
-      }
     }
-    size_t most_rows() const { return std::max(kMostRows, all_logits.empty() ? 0 : result.asked.size()); }
+    size_t most_rows() const { return std::max(kMostRows, result.asked.size()); }
   };
-  auto row = logits.begin();
-  auto state = hidden.begin();
   const size_t before = result.ones.size();
   std::string failure;
-  process(
-      work, how,
-      [&](int64_t index) {
-        if (row != logits.end() && row->index == index) {
-          ++row;
-          return Row::logits;
-        }
-        if (state != hidden.end() && state->index == index) {
-          ++state;
-          return Row::hidden;
-        }
-        return Row::none;
-      },
-      Done{*this, logits, hidden, result, tokens_only, failure});
-  if (tokens_only && !logits.empty()) share_chosen(before, failure, result);
+  process(work, how, wanted, Done{*this, result, tokens_only, failure});
+  if (tokens_only && !wanted.empty()) share_chosen(before, failure, result);
   if (!failure.empty()) throw ModelError(failure);
 }
 

@@ -11,30 +11,19 @@
 
 namespace anyaccel::llm {
 
-// New tokens of one sequence.
-struct Model::Work {
-  int sequence;
-  const int64_t* tokens;
-  int64_t count;
-  // The sequence's length that rotary positions are of; 0: that after the call, or after each token that passes apart.
-  int64_t context = 0;
-  // Each token passes as if it were the last one: drafts, whose results must have the same bits as without, and the
-  // part of an answer that is computed again.
-  bool apart = false;
-  int64_t start = 0;  // the sequence's length before
-};
-
 // How tokens are put into runs; `exact` and `prompt` are those of StepTokens.
 struct Model::Pass {
   int64_t most;  // tokens of a run
   bool exact = false, prompt = false;
 };
 
-// A token of a request whose logits or hidden state are wanted.
+// What is wanted of a token: its logits, the token that the executor picks by them, or its hidden state.
 struct Model::Wanted {
+  enum class Kind : uint8_t { logits, pick, hidden };
   int64_t index;  // among all tokens of the pass
-  Request* request;
-  int64_t position;  // in its sequence
+  Kind kind = Kind::logits;
+  Request* request = nullptr;
+  int64_t position = 0;  // in its sequence
 };
 
 // The tokens that a step has chosen. Requests get them only once nothing can fail any more.

@@ -269,9 +269,9 @@ def _one_prompt(input_ids: Any) -> list[int]:
 
 def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:
     """The tokens of one native Request. Torch-free."""
-    from anyaccel.inference.native.requests import new_request
+    from anyaccel import _llm
 
-    request = new_request(native.model, ids, options)
+    request = _llm.Request(native.model, ids, options)
     try:
         yield from request_steps(native, request, result)
     finally:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from anyaccel._llm import Request
 from anyaccel.inference.device import graphs
-from anyaccel.inference.native.requests import new_request
 from device_models import on_device
 from recorded_graph import recording_accelerator
 
@@ -22,9 +22,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answers(model: Any, counts: tuple[int, ...], most: int) -> list[list[int]]:
-    requests = [
-        new_request(model, [3 + i % 100 for i in range(n)], {"max_new_tokens": most + 3 * (n % 3)}) for n in counts
-    ]
+    requests = [Request(model, [3 + i % 100 for i in range(n)], {"max_new_tokens": most + 3 * (n % 3)}) for n in counts]
     while not all(request.finished for request in requests):
         model.step([request for request in requests if not request.finished])
     return [request.tokens for request in requests]
@@ -34,7 +32,7 @@ def _answers(model: Any, counts: tuple[int, ...], most: int) -> list[list[int]]:
 def test_replayed_steps_give_the_same_tokens(name: str, recording: None) -> None:
     """Windows, soft caps, sinks, experts, latents, ALiBi; batches that shrink and contexts that grow."""
     model = on_device(name, positions=512)
-    captured = model._passes.graphs
+    captured = model.executor.graphs
     answers = _answers(model, (5, 17, 40), 10)
     assert captured.taken > 10
     assert 1 <= captured.captured <= 8
@@ -60,13 +58,13 @@ class _Allocations(TorchDispatchMode):
 def test_a_captured_step_allocates_nothing(name: str, recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what its graph holds: the inputs are written in place, and the result lies where it lay before."""
     model = on_device(name, positions=512)
-    requests = [new_request(model, list(range(3, 3 + count)), {"max_new_tokens": 20}) for count in (5, 9)]
+    requests = [Request(model, list(range(3, 3 + count)), {"max_new_tokens": 20}) for count in (5, 9)]
     for _ in range(3):
         model.step(requests)
-    captured = model._passes.graphs
+    captured = model.executor.graphs
     (step,) = captured._kept.values()
     (cache, taken, place) = (
-        [each.data_ptr() for each in model.cache.layers],
+        [each.data_ptr() for each in model.executor.cache.layers],
         captured.taken,
         step.captured.result.data_ptr(),
     )
@@ -88,17 +86,17 @@ def test_a_captured_step_allocates_nothing(name: str, recording: None, monkeypat
     assert captured.taken == taken + 3
     assert not allocations.seen
     assert step.captured.result.data_ptr() == place
-    assert [each.data_ptr() for each in model.cache.layers] == cache
+    assert [each.data_ptr() for each in model.executor.cache.layers] == cache
 
 
 def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = on_device("llama", positions=1024)
-    captured = model._passes.graphs
+    captured = model.executor.graphs
     for count in (1, 2, 3, 1):
         _answers(model, (9,) * count, 3)
         assert len(captured._kept) <= 2
-        assert model.graph_bytes == 1000 * len(captured._kept)
+        assert model.executor.graphs.bytes == 1000 * len(captured._kept)
     kept = dict(captured._kept)
     _answers(model, (700,), 3)  # the cache grows: its tensors are others
     assert not kept.keys() & {key for key, each in captured._kept.items() if each in kept.values()}
@@ -107,5 +105,5 @@ def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypa
 def test_a_device_without_graphs_runs_as_it_is_called() -> None:
     model = on_device("llama")
     _answers(model, (5,), 4)
-    assert not model._passes.graphs.usable
-    assert model._passes.graphs.captured == 0
+    assert not model.executor.graphs.usable
+    assert model.executor.graphs.captured == 0

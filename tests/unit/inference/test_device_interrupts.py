@@ -13,15 +13,13 @@ import pytest
 import torch
 
 import anyaccel.inference.device as device
+from anyaccel._llm import Request
 from anyaccel.inference.device.pages import PAGE
-from anyaccel.inference.native.requests import new_request
 from device_models import on_device
 
 pytest.importorskip("transformers")
 
-_FILES = tuple(
-    f"{Path(device.__file__).parent}/{name}.py" for name in ("model", "pages", "passes", "request", "sampling")
-)
+_FILES = tuple(f"{Path(device.__file__).parent}/{name}.py" for name in ("executor", "pages", "sampling"))
 _OPTIONS = {"max_new_tokens": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
 
 
@@ -51,12 +49,12 @@ def _finish(model: Any, requests: list[Any]) -> list[list[int]]:
 
 def _work(model: Any, requests: list[Any]) -> None:
     """Answers that share a prefix, a fork whose page is copied, one that is dropped, a cache that grows."""
-    first = new_request(model, list(range(3, 103)), _OPTIONS)
+    first = Request(model, list(range(3, 103)), _OPTIONS)
     requests.append(first)
     model.step([first])
-    follower = new_request(model, [*range(3, 93), 9, 9], _OPTIONS, first)
+    follower = Request(model, [*range(3, 93), 9, 9], _OPTIONS, first)
     requests.append(follower)
-    dropped = new_request(model, list(range(20, 20 + PAGE)), _OPTIONS)
+    dropped = Request(model, list(range(20, 20 + PAGE)), _OPTIONS)
     model.step([first, follower, dropped])
     dropped.finish()
     _finish(model, requests)
@@ -101,7 +99,7 @@ def test_autocast_and_other_defaults_of_the_caller_change_nothing() -> None:
     options = _OPTIONS | {"bias": {7: 1.5}, "logprobs": 1}
 
     def answer() -> list[list[int]]:
-        return _finish(model, [new_request(model, list(range(3, 40)), options)])
+        return _finish(model, [Request(model, list(range(3, 40)), options)])
 
     expected = answer()
     with torch.autocast("cpu", dtype=torch.bfloat16):

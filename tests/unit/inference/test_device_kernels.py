@@ -20,6 +20,7 @@ import torch
 
 import device_models
 from anyaccel.inference.device import activations, attention, parts, rotary
+from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.kernels import choice
 
 CASES = Path(__file__).parents[2] / "kernel_cases.py"
@@ -157,5 +158,5 @@ def test_kernels_get_rows_of_tokens_alone(monkeypatch: pytest.MonkeyPatch, name:
             monkeypatch.setattr(module, "kernels_of", lambda _device, kernels=kernels: kernels)
         monkeypatch.setattr(rotary, "has_complex", lambda *_arguments: False)
         model = device_models.on_device(name)
-        logits.append(model.logits([model.create()], [9], list(range(5, 14)), list(range(9))))
+        logits.append(device_logits(model, [model.create()], [9], list(range(5, 14)), list(range(9))))
     assert float((logits[1] - logits[0]).abs().max() / logits[0].abs().max()) < 1e-5

@@ -15,15 +15,16 @@ import decoder_reference
 import family_cases
 import quantised_cases
 from anyaccel import _llm
+from anyaccel._llm import Request
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file
 from anyaccel.inference.device import quantised
+from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.runtime import load_device
 from anyaccel.inference.native.checkpoint import checkpoint_of
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
-from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.native.runtime import load_native
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import QUANTISED
@@ -42,13 +43,13 @@ def _logits(model: Any, tokens: list[int] = _TOKENS) -> torch.Tensor:
     """Of a prompt and of two tokens behind it, one at a time."""
     sequence = model.create()
     count = len(tokens) - 2
-    rows = [model.logits([sequence], [count], tokens[:count], list(range(count)))]
-    rows += [model.logits([sequence], [1], [token], [0]) for token in tokens[count:]]
+    rows = [device_logits(model, [sequence], [count], tokens[:count], list(range(count)))]
+    rows += [device_logits(model, [sequence], [1], [token], [0]) for token in tokens[count:]]
     return torch.cat(rows).float()
 
 
 def _answers(model: Any, prompts: list[list[int]], most: int = 16) -> list[list[int]]:
-    requests = [new_request(model, prompt, {"max_new_tokens": most}) for prompt in prompts]
+    requests = [Request(model, prompt, {"max_new_tokens": most}) for prompt in prompts]
     while not all(request.finished for request in requests):
         model.step([request for request in requests if not request.finished])
     return [request.tokens for request in requests]
@@ -59,7 +60,7 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _forms(model: Any) -> set[tuple[str, int, bool]]:
-    of_layer = model.decoder.layers[0]
+    of_layer = model.executor.decoder.layers[0]
     weights = [each.weight for each in (of_layer.qkv, of_layer.o, of_layer.mlp.gate_up, of_layer.mlp.down)]
     return {each.form if isinstance(each, Quantised) else (str(each.dtype), 0, False) for each in weights}
 

@@ -22,10 +22,10 @@ import torch
 import anyaccel
 import decoder_reference
 import family_cases
+from anyaccel._llm import Request
 from anyaccel.errors import ModelError
 from anyaccel.inference.device import rotary
 from anyaccel.inference.families.registry import FAMILIES, family_of
-from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import Unsupported
 
@@ -195,7 +195,7 @@ def test_both_executors_give_the_same_tokens(name: str) -> None:
     answers = []
     for model in (_native(case.model, config=case.config, threads=1), _on_device(case.model, config=case.config)):
         most = 32 if not 0 < case.spec.max_tokens < 46 else case.spec.max_tokens - 14
-        requests = [new_request(model, prompt, {"max_new_tokens": most}) for prompt in case.tokens[1:]]
+        requests = [Request(model, prompt, {"max_new_tokens": most}) for prompt in case.tokens[1:]]
         while not all(request.finished for request in requests):
             model.step(requests)
         answers.append([request.tokens for request in requests])

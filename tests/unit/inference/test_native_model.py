@@ -208,7 +208,7 @@ def test_lists_of_weights_that_do_not_fit() -> None:
     counts = [(each.name, each.count) for each in vectors]
 
     def make(matrices: Any, vectors: Any = counts, spec: Any = spec, cache: str = "f32") -> None:
-        _llm.Model(spec, matrices, vectors, 1, cache, 1 << 20)
+        _llm.DecoderModel(spec, matrices, vectors, 1, cache, 1 << 20)
 
     for wrong, text in [
         (lists[1:], "'embed' is missing"),
@@ -228,7 +228,7 @@ def test_lists_of_weights_that_do_not_fit() -> None:
         wide: Any = "wide"
         attention = dataclasses.replace(spec.layers[0].attention, head_dim=wide)
         layers = (dataclasses.replace(spec.layers[0], attention=attention), *spec.layers[1:])
-        _llm.Model(dataclasses.replace(spec, layers=layers), lists, counts, 1, "f32", 1 << 20)
+        _llm.DecoderModel(dataclasses.replace(spec, layers=layers), lists, counts, 1, "f32", 1 << 20)
 
 
 def test_packed_weights_through_a_file(llama: Any) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anyaccel.errors import ModelError, UsageError
+from anyaccel.errors import ModelError
 
 PAGE = 64
 WASTE_ROW = PAGE - 1
@@ -52,7 +52,6 @@ class KvPages:
         self._least = least
         self.version = 0  # changes when the tensors are others, which captured graphs must know
         self._sequences: dict[int, _Sequence] = {}
-        self._next = 0
         self._references: dict[int, int] = {}
         self._free: list[int] = []  # heap of pages; those that are in _references are stale entries
         self._changing = False
@@ -60,46 +59,31 @@ class KvPages:
 
     # Sequences ------------------------------------------------------------------------------------------------
 
-    def create(self) -> int:
-        number = self._next
-        self._next += 1
-        self._sequences[number] = _Sequence()
-        return number
-
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._sequences
-
-    def length(self, sequence: int) -> int:
-        return self._sequences[sequence].length
+    def change(self, sequence: int, of: int, length: int) -> None:
+        """A sequence is new (`of` -1), a fork of another, as long as that, or gone (`length` -1). May be said twice."""
+        if length < 0:
+            if sequence in self._sequences:
+                with self._change():
+                    self._release(self._sequences.pop(sequence).pages)
+        elif sequence in self._sequences:
+            self._truncate(self._sequences[sequence], length)
+        elif of < 0:
+            self._sequences[sequence] = _Sequence()
+        else:
+            with self._change():  # pages are shared until one of the two writes to them
+                pages = self._sequences[of].pages[: _pages_of(length)]
+                self._sequences[sequence] = _Sequence(length, list(pages))
+                for page in pages:
+                    self._references[page] += 1
 
     def pages(self, sequence: int) -> list[int]:
         """The pages that have its tokens, in their order."""
         return self._sequences[sequence].pages
 
-    def destroy(self, sequence: int) -> None:
+    def _truncate(self, of: _Sequence, tokens: int) -> None:
         with self._change():
-            self._release(self._sequences.pop(sequence).pages)
-
-    def fork(self, sequence: int, tokens: int) -> int:
-        """A new sequence with the first `tokens` of another; pages are shared until one of the two writes to them."""
-        of = self._sequences[sequence]
-        if not 0 <= tokens <= of.length:
-            raise UsageError("fork beyond the sequence's end")
-        with self._change():
-            number = self.create()
-            pages = of.pages[: _pages_of(tokens)]
-            self._sequences[number] = _Sequence(tokens, list(pages))
-            for page in pages:
-                self._references[page] += 1
-        return number
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        of = self._sequences[sequence]
-        if not 0 <= tokens <= of.length:
-            raise UsageError("truncate beyond the sequence's end")
-        with self._change():
-            of.length = tokens
-            kept = _pages_of(tokens)
+            of.length = min(of.length, tokens)
+            kept = _pages_of(of.length)
             self._release(of.pages[kept:])
             del of.pages[kept:]
 

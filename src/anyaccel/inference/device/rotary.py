@@ -24,15 +24,6 @@ def depends_on_context(rope: Rope, context: int) -> bool:
     return (bool(rope.long_inv_freq) and context > rope.long_from) or _is_dynamic(rope, context)
 
 
-def changes_between(rope: Rope, tokens: int, others: int) -> bool:
-    """Whether a cache of `others` tokens was computed with other angles than one of `tokens` is."""
-    if rope.long_inv_freq:
-        return (tokens > rope.long_from) != (others > rope.long_from)
-    if rope.dynamic_base > 0 and rope.dynamic_from > 0:
-        return tokens != others and max(tokens, others) > rope.dynamic_from
-    return False
-
-
 def neighbours(rope: Rope, head_dim: int, heads: int, first: int) -> torch.Tensor | None:
     """Where each row of so many heads goes so that pairs are neighbours; None where they are already.
 

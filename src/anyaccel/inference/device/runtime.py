@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from anyaccel import _llm
 from anyaccel.accelerator import Capability, get_accelerator
 from anyaccel.errors import UsageError
-from anyaccel.inference.device.model import DeviceModel
+from anyaccel.inference.device.executor import DeviceExecutor
 from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.weights import DTYPES, DeviceWeights
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
@@ -21,9 +22,6 @@ from anyaccel.inference.native.runtime import NativeModel, Place, open_checkpoin
 from anyaccel.inference.native.shard import shard
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
-
-if TYPE_CHECKING:
-    from anyaccel import _llm
 
 # Precisions and how `_llm` calls them.
 _FLOATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -82,7 +80,7 @@ def load_device(
             progress(done, total)
 
     # Only what fills weights is asked of a model by the plan.
-    plan.fill(cast("_llm.Model", weights), report)
+    plan.fill(cast("_llm.DecoderModel", weights), report)
     weights.finish()
     limit = cache_limit
     if limit == 0:
@@ -94,9 +92,9 @@ def load_device(
     ranks = None
     if size > 1 and group is not None:
         ranks = TensorRanks(group, [shard(plan.whole, each, size).vocab_count for each in range(size)])
-    made = DeviceModel(plan.spec, weights, kind, limit, precise, ranks)
+    executor = DeviceExecutor(plan.spec, weights, kind, limit, precise, ranks)
     return NativeModel(
-        cast("_llm.Model", made),
+        _llm.ExternalModel(plan.spec, executor),
         plan.spec,
         plan.whole,
         checkpoint.config,

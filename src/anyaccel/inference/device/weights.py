@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a decoder as tensors of a device. They are filled as `_llm.Model` is, by the same packing plan.
+"""The weights of a decoder as tensors of a device. They are filled as `_llm.DecoderModel` is, by the same packing plan.
 
 What the plan hands over is a few megabytes of the checkpoint at a time, so the host never has more of them than that.
 """
@@ -180,7 +180,7 @@ class DeviceWeights:
         floats = sum(each.nbytes for each in self._owned)
         return floats + sum(each.nbytes for each in (*self._quantised.values(), *stacked))
 
-    # What `packing.Plan.fill` calls, with the meaning that it has for `_llm.Model` -----------------------------
+    # What `packing.Plan.fill` calls, with the meaning that it has for `_llm.DecoderModel` -----------------------------
 
     def set_rows(
         self,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel import _llm
 from anyaccel.errors import UsageError
 from anyaccel.inference.native.draft import (
     TextBridge,
@@ -91,7 +92,7 @@ def _check_vocabulary(native: NativeModel, draft: NativeModel) -> None:
 def native_of(model: Any) -> NativeModel | None:
     """The native model of an engine or of a module that runs natively; None for anything else."""
     found = getattr(model, "native", None) or getattr(model, "_native", None)
-    return found if isinstance(found, NativeModel) and hasattr(found.model, "set_draft") else None
+    return found if isinstance(found, NativeModel) and isinstance(found.model, _llm.DecoderModel) else None
 
 
 class _HuggingFaceTokenizer:

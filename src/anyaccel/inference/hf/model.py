@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from anyaccel import _llm
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference.hf import native_generate
@@ -258,8 +259,8 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
 
     def _device_with_index(self) -> torch.device:
         """The device of the weights with its index, which `device` lacks if there are several devices."""
-        found: torch.device = getattr(self._native.model, "device", self.device)
-        return found
+        model = self._native.model
+        return model.executor.device if isinstance(model, _llm.ExternalModel) else self.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -333,10 +334,11 @@ def _computed(
     native: NativeModel, sequences: list[int], counts: list[int], ids: torch.Tensor, wanted: list[int]
 ) -> torch.Tensor:
     """Compute new tokens of sequences; returns logits, float32 [wanted, vocabulary], on the model's device."""
-    on_device = getattr(native.model, "logits", None)
-    if on_device is not None:
-        found: torch.Tensor = on_device(sequences, counts, ids.tolist(), wanted)
-        return found.clone()  # the caller's autograd would refuse an inference tensor
+    if isinstance(native.model, _llm.ExternalModel):
+        from anyaccel.inference.device.executor import device_logits
+
+        # The caller's autograd would refuse an inference tensor.
+        return device_logits(native.model, sequences, counts, ids.tolist(), wanted).clone()
     logits = torch.empty(len(wanted), native.whole_spec.vocab, dtype=torch.float32)
     if sequences:
         native.model.forward(sequences, counts, ids.data_ptr(), logits.data_ptr() if wanted else 0, wanted)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anyaccel import _llm
 from anyaccel.errors import ModelError
-from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.text.stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class _Loop:
 
     def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
         options = self.job.options | {"seed": (self.job.seed + index * 0x9E3779B97F4A7C15) % 2**64}
-        request = new_request(self.native.model, prompt, options, prefix, self.job.keep_logits)
+        request = _llm.Request(self.native.model, prompt, options, prefix, self.job.keep_logits)
         return _Row(request, prompt, self.job.stop)
 
     def first_step(self) -> list[int]:

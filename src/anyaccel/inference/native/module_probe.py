@@ -296,7 +296,7 @@ def _native(plan: Plan) -> _llm.Model:
     shapes = plan.shapes()
     limit = _ROWS * 1024 * max(1, _cache_values(plan.spec)) * 4
     threads = 1 if sum(each.rows * each.cols for each in plan.matrices) < _SMALL else 0
-    made = _llm.Model(plan.spec, shapes["matrices"], shapes["vectors"], threads, "f32", limit)
+    made = _llm.DecoderModel(plan.spec, shapes["matrices"], shapes["vectors"], threads, "f32", limit)
     plan.fill(made, lambda _done, _total: None)
     made.finish()
     return made

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed models in the user's cache folder: what is read instead of packing again, and instead of parsing anything big.
 
-`<cache folder>/packed/<model>-<key>/` has `weights` (one block, as `_llm.Model` has it in memory) and `model.json` (the
-specs, the configs, the shapes, a checksum of the weights and one of itself). The key is made of what `identity` tells
-of the source's files, the precision, the rank and the version of the layout; packed weights are the same for every
+`<cache folder>/packed/<model>-<key>/` has `weights` (one block, as it is in memory) and `model.json` (the specs, the
+configs, the shapes, a checksum of the weights and one of itself). The key is made of what `identity` tells of the
+source's files, the precision, the rank and the version of the layout; packed weights are the same for every
 instruction set. Entries are made beside and renamed, under a lock, by `saving` while the model is at work already; the
 folder is the user's own (0700).
 

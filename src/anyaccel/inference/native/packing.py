@@ -122,7 +122,7 @@ class Plan:
         return split_layers(*bytes_by_layer(self.whole, sizes), stages)
 
     def shapes(self) -> dict[str, Any]:
-        """The weights as `_llm.Model` takes them."""
+        """The weights as `_llm.DecoderModel` takes them."""
         return {
             "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
             "vectors": [(v.name, v.count) for v in self.vectors],
@@ -214,7 +214,7 @@ class Plan:
             rows = [tensor.order[row] for row in rows]
         return _Tensor(part.tensor, tensor, rows, 1 if vector else tensor.shape[1], part.plus + tensor.plus)
 
-    def fill(self, model: _llm.Model, report: Callable[[int, int], object]) -> None:
+    def fill(self, model: _llm.DecoderModel, report: Callable[[int, int], object]) -> None:
         """Pack everything into `model`.
 
         Args:
@@ -261,7 +261,7 @@ class Plan:
                     yield part, part.rows[first - at : last - at]
                 at += len(part.rows)
 
-    def _fill_matrix(self, model: _llm.Model, shape: MatrixShape, progress: _Progress) -> None:
+    def _fill_matrix(self, model: _llm.DecoderModel, shape: MatrixShape, progress: _Progress) -> None:
         cols = self._slice(shape.name).cols or range(shape.cols)
         at = 0
         for part, rows in self._pieces(shape.name):
@@ -279,7 +279,7 @@ class Plan:
                     part.tensor.done(chunk)
                 progress.add(len(chunk) * shape.cols, shape)
 
-    def _fill_vector(self, model: _llm.Model, shape: VectorShape) -> None:
+    def _fill_vector(self, model: _llm.DecoderModel, shape: VectorShape) -> None:
         if self._slice(shape.name).zero:
             zeros = (ctypes.c_float * shape.count)()
             model.set_vector(shape.name, 0, shape.count, ctypes.addressof(zeros), "f32")
@@ -354,7 +354,7 @@ def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
         begin = end
 
 
-def _pack(model: _llm.Model, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range) -> None:
+def _pack(model: _llm.DecoderModel, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range) -> None:
     tensor = part.tensor
     if isinstance(tensor, TensorView):
         row_stride, col_stride = tensor.strides

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from anyaccel import env, host_memory
 from anyaccel.errors import ModelError, UsageError
@@ -214,7 +214,7 @@ class _Settings:
             self.progress(done, total)
 
 
-def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
+def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> _llm.DecoderModel:
     from anyaccel import _llm
 
     limit = settings.cache_limit
@@ -224,7 +224,9 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> 
         free = max(available - promised, available // 4)  # most models never use all that they were promised
         limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.place.on_host)
     try:
-        return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
+        return _llm.DecoderModel(
+            spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit
+        )
     except (MemoryError, ValueError, RuntimeError) as error:
         if isinstance(error, ModelError | UsageError):
             raise
@@ -340,7 +342,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
 
 def _writer(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> Callable[[Callable[[], object]], None]:
     """What makes the entry; it calls its argument again and again."""
-    model = made.model  # not the whole: it holds what is made of this
+    model = cast("_llm.DecoderModel", made.model)  # not the whole: it holds what is made of this
     size = model.weight_bytes
     saved = {
         "spec": asdict(made.spec),
@@ -370,7 +372,8 @@ def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: 
     if needed > model.cache_limit_bytes:
         from anyaccel import _llm
 
-        smaller = "kv_cache='int8' or 'int4', " if isinstance(model, _llm.Model) else ""  # runtime="device" has neither
+        own_cache = isinstance(model, _llm.DecoderModel)  # runtime="device" has neither
+        smaller = "kv_cache='int8' or 'int4', " if own_cache else ""
         raise UsageError(
             f"{len(prompts) * copies} sequences of up to {max(prompts) + new} tokens need {needed / 2**20:.0f} MiB of "
             f"key/value cache ({needed} bytes), its limit is {model.cache_limit_bytes / 2**20:.0f} MiB: use a smaller "

@@ -110,14 +110,14 @@ class NativeBackend(_InThisProcess):
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
     ) -> Generator[int, None, None]:
         """Generate; the common prefix of `ids` and the last call's text is still in the cache."""
+        from anyaccel import _llm
         from anyaccel.inference.generate import check_prompt, request_steps
-        from anyaccel.inference.native.requests import new_request
 
         check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": self.ends}
         # The new request keeps the old one alive until its first step has shared their common prefix.
-        self._last = new_request(self.native.model, ids, options, self._last)
+        self._last = _llm.Request(self.native.model, ids, options, self._last)
         yield from request_steps(self.native, self._last, result)
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoder computes, as data: the native runtime is configured by it and families map their configs to it.
 
-Torch-free. `_llm.Model` takes a DecoderSpec; `weights` below lists what weights it wants.
+Torch-free. `_llm.DecoderModel` takes a DecoderSpec; `weights` below lists what weights it wants.
 """
 
 from __future__ import annotations

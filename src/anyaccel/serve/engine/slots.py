@@ -122,12 +122,12 @@ class Slots:
         self._drafts.clear()
 
     def _change(self, change: Change, work: Work) -> None:
-        from anyaccel.inference.native.requests import new_request
+        from anyaccel import _llm
 
         match change:
             case Start(number, source, tokens):
                 prompt, options = work.new[str(number)]
-                self._requests[number] = new_request(self._model, prompt, _with_token_keys(options))
+                self._requests[number] = _llm.Request(self._model, prompt, _with_token_keys(options))
                 self._options[number] = options
                 if tokens:
                     self._requests[number].share(self._requests[source], tokens)

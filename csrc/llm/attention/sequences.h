@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace anyaccel::llm {
+
+// The memory of sequences of tokens, as whoever schedules them sees it: KvCache has keys and values of them.
+class Sequences {
+ public:
+  virtual ~Sequences() = default;
+
+  // A sequence without tokens.
+  virtual int create() = 0;
+  virtual void destroy(int sequence) = 0;
+  // A new sequence with the first `tokens` tokens of another, whose memory is shared as far as that goes.
+  virtual int fork(int sequence, int64_t tokens) = 0;
+  // Forgets all tokens from `tokens` on.
+  virtual void truncate(int sequence, int64_t tokens) = 0;
+  virtual bool exists(int sequence) const = 0;
+  virtual int64_t length(int sequence) const = 0;
+  // Makes room for `tokens` more tokens and adds them to the length, for every sequence of a run before it begins.
+  // Throws OutOfCache, also when the system has no memory, and changes nothing.
+  virtual void extend(int sequence, int64_t tokens) = 0;
+
+  virtual size_t token_bytes() const = 0;     // that a token takes
+  virtual size_t used_bytes() const = 0;      // that sequences have
+  virtual size_t reserved_bytes() const = 0;  // taken from the system
+  virtual size_t limit_bytes() const = 0;
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// A decoder of csrc/llm: its weights, KV cache, threads and ranks.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/team.h"
+#include "llm/attention/attention.h"
+#include "llm/decoder/weight_file.h"
+#include "llm/decoder/weights.h"
+#include "llm/forward/forward.h"
+#include "llm/model/model.h"
+#include "llm/ranks/parallel_ranks.h"
+
+namespace anyaccel::llm {
+
+class DecoderModel final : public Model {
+ public:
+  // `threads`: 0 for as many as this process may use CPUs. Throws UsageError, std::bad_alloc, std::system_error.
+  DecoderModel(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
+               int threads, CacheFormat cache_format, size_t cache_limit_bytes);
+  ~DecoderModel() override;
+
+  size_t weight_bytes() const override { return weights_.bytes(); }
+  int threads() const override { return team_.size(); }
+
+  // --- weights, see Weights
+  void set_rows(const std::string& name, int64_t first, int64_t count, const Source& source, const int64_t* order);
+  void set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q, const float* scales,
+                          const float* minima);
+  void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
+                  int64_t stride, float plus);
+  // See weight_file.h.
+  uint64_t write(int fd, int64_t offset, const FileProgress& progress);
+  uint64_t read(int fd, int64_t offset, const FileProgress& progress);
+  // After the last weight. Throws ModelError.
+  void finish();
+
+  std::string create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
+                             const std::vector<std::string>& addresses, const std::string& wire_dtype,
+                             const std::string& transport) override;
+  void connect(const std::vector<std::string>& names, const std::vector<int>& pids) override;
+  void unlink() override;
+
+ protected:
+  Sequences& cache() override { return cache_; }
+  const Sequences& cache() const override { return cache_; }
+  void check_ready() const override;
+  bool usable() const noexcept override { return team_.usable(); }
+  void check_room(const std::vector<Work>& work) override;
+  int64_t most_tokens() const override { return forward_.most_tokens(); }
+  bool exact() const override { return true; }
+  Weights::Load load() const override { return weights_.load(spec_); }
+  void run(const StepTokens& tokens, std::vector<Pick>& /*picks*/) override { forward_.run(tokens); }
+  uint64_t exchange(uint64_t value) override { return forward_.shared(value); }
+  void share_rows(const StepTokens& tokens) override { forward_.share_rows(tokens); }
+  void on_threads(const std::function<void(int, int)>& function) override;
+
+ private:
+  Team team_;
+  Weights weights_;
+  KvCache cache_;
+  std::unique_ptr<ParallelRanks> ranks_;
+  Forward forward_;
+  std::string transport_;
+  bool finished_ = false;
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder on a torch device as the executor of `_llm.ExternalModel`, which has the requests and makes the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from anyaccel import _llm
+from anyaccel.accelerator.base import HOST
+from anyaccel.errors import CommError
+from anyaccel.inference.device.batch import Segment, make_batch, to_device
+from anyaccel.inference.device.decoder import Decoder
+from anyaccel.inference.device.graphs import Graphs
+from anyaccel.inference.device.pages import PAGE, KvPages
+from anyaccel.inference.device.ranks import TensorRanks
+from anyaccel.inference.device.sampling import Pick, choose
+from anyaccel.inference.device.weights import DeviceWeights
+from anyaccel.inference.spec.decoder import DecoderSpec
+
+# Tokens of prompts that pass at once: their activations should stay small beside the weights.
+MOST_TOKENS = 1024
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _undisturbed(method: _Method) -> _Method:
+    """Whatever the caller's thread has set: no autograd, no autocast, and tensors of the host are made on the host."""
+
+    @functools.wraps(method)
+    def wrapped(self: DeviceExecutor, *arguments: Any) -> Any:
+        kind = self.device.type
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device() != HOST:
+                stack.enter_context(HOST)
+            return method(self, *arguments)
+
+    return cast("_Method", wrapped)
+
+
+class DeviceExecutor:
+    """See `_llm.Executor` for what each method means.
+
+    Args:
+        precise: dtype of sums over the vocabulary when a token is drawn.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DeviceWeights,
+        dtype: torch.dtype,
+        cache_limit_bytes: int,
+        precise: torch.dtype = torch.float64,
+        ranks: TensorRanks | None = None,
+    ) -> None:
+        self.device = weights.device
+        self.weight_bytes = weights.weight_bytes
+        self.most_tokens = MOST_TOKENS
+        widths = [
+            each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers
+        ]
+        least = None if ranks is None else ranks.least
+        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least)
+        self.decoder = Decoder(spec, weights, dtype, self.cache, ranks)
+        self.graphs = Graphs(self.decoder, self.cache, self.device, ranks)
+        self._precise = precise
+        self._ranks = ranks
+        self.kept: list[torch.Tensor] = []  # logits for which no address was given
+
+    @property
+    def token_bytes(self) -> int:
+        return self.cache.page_bytes // PAGE
+
+    @property
+    def used_bytes(self) -> int:
+        return self.cache.used_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.cache.reserved_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.cache.limit_bytes
+
+    def connect(self) -> None:
+        """Agree on the size of the cache; every rank calls it."""
+        self.cache.agree()
+
+    def shared(self, value: int) -> int:
+        return value if self._ranks is None else self._ranks.shared(value)
+
+    def change(self, sequence: int, of: int, length: int) -> None:
+        self.cache.change(sequence, of, length)
+
+    @_undisturbed
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        self.cache.reserve(sum(self.cache.wanted(sequence, count) for sequence, count in wanted))
+
+    @_undisturbed
+    def clear(self, sequence: int) -> None:
+        self.cache.clear(sequence)
+
+    @_undisturbed
+    def run(
+        self,
+        segments: Sequence[tuple[int, int, list[int], int]],
+        picks: Sequence[Pick],
+        logits_rows: Sequence[int],
+        logits: int,
+        hidden_rows: Sequence[int],
+        hidden: int,
+    ) -> list[int]:
+        batch = [Segment(*each) for each in segments]
+        for each in batch:
+            self.cache.extend(each.sequence, len(each.tokens))
+        residuals = self.graphs.run(batch)
+        if residuals is None:
+            decoder = self.decoder
+            residuals = decoder.run(make_batch(batch, self.cache, decoder.ropes, self.device, decoder.sinks))
+        if logits_rows:
+            values = self._logits(residuals, logits_rows)
+            if logits:
+                _copy_to_host(values, logits)
+            else:
+                self.kept.append(values)
+        if hidden_rows:
+            _copy_to_host(self._hidden(residuals, hidden_rows).float(), hidden)
+        if not picks:
+            return self._of_rank_0([], batch) if logits_rows else []
+        chosen = choose(self._logits(residuals, [pick[0] for pick in picks]), picks, self._precise)
+        return self._of_rank_0(chosen, batch)
+
+    def _hidden(self, residuals: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        if list(rows) != list(range(len(residuals))):
+            residuals = residuals.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), self.device))
+        return self.decoder.hidden(residuals)
+
+    def _logits(self, residuals: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return self.decoder.logits(self._hidden(residuals, rows))
+
+    def _of_rank_0(self, chosen: torch.Tensor | list[int], batch: Sequence[Segment]) -> list[int]:
+        """The tokens on the host, by one copy: rank 0's, whatever rounds differently elsewhere.
+
+        Raises:
+            CommError: a rank computes another run than rank 0.
+        """
+        if self._ranks is None:
+            return chosen.tolist() if isinstance(chosen, torch.Tensor) else chosen
+        own = zlib.crc32(repr([(each.tokens, each.context) for each in batch]).encode())
+        checksum = to_device(torch.tensor([own], dtype=torch.int64), self.device)
+        values = torch.cat([chosen, checksum]) if isinstance(chosen, torch.Tensor) else checksum
+        *tokens, expected = self._ranks.first(values).tolist()
+        if expected != own:
+            raise CommError("the ranks disagree: this one computes other requests or tokens than rank 0 in this step")
+        return tokens
+
+
+def _copy_to_host(values: torch.Tensor, address: int) -> None:
+    floats = (ctypes.c_float * values.numel()).from_address(address)
+    torch.frombuffer(floats, dtype=torch.float32).view(values.shape).copy_(values)
+
+
+def device_logits(
+    model: _llm.ExternalModel,
+    sequences: Sequence[int],
+    counts: Sequence[int],
+    tokens: Sequence[int],
+    rows: Sequence[int],
+) -> torch.Tensor:
+    """As `model.forward`, with the logits on the device: float32 [rows, vocabulary]."""
+    executor: DeviceExecutor = model.executor
+    numbers = (ctypes.c_int64 * len(tokens))(*tokens)
+    executor.kept.clear()  # of a call that failed
+    model.forward(sequences, counts, ctypes.addressof(numbers), 0, rows)
+    return torch.cat(executor.kept) if rows else torch.empty(0, executor.decoder.spec.vocab, device=executor.device)
