@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anyaccel.inference.text.chat_template import ChatTemplate
-from anyaccel.serve.api.http import application
+from anyaccel.serve.api.application import application
 from anyaccel.serve.interface import (
     Chunk,
     EngineStoppedError,
@@ -24,7 +24,7 @@ from anyaccel.serve.interface import (
     TokenLogprob,
 )
 from anyaccel.serve.requests.frontend import Frontend
-from anyaccel.serve.requests.texts import Texts
+from anyaccel.serve.requests.tokenizer import ServerTokenizer
 
 END = 256
 SPECIAL = {END: "<|end|>", 257: "[TOOL_CALLS]", 258: "<|python_tag|>"}
@@ -204,7 +204,7 @@ class Client:
         **more: Any,
     ) -> None:
         self.engine = engine
-        self.frontend = Frontend(engine, Texts(tokenizer or ByteTokenizer()), ("fake", "other"), **more)
+        self.frontend = Frontend(engine, ServerTokenizer(tokenizer or ByteTokenizer()), ("fake", "other"), **more)
         self.app = application(self.frontend, **(options or {}))
 
     async def send(

@@ -25,9 +25,9 @@ def main() -> None:
     from anyaccel.serve import listening, server
     from anyaccel.serve.api import connection
     from anyaccel.serve.interface import Chunk, GenerationRequest
-    from anyaccel.serve.protocol.limits import Limits
+    from anyaccel.serve.protocol.limits import HttpLimits
     from anyaccel.serve.requests.frontend import Frontend
-    from anyaccel.serve.requests.texts import Texts
+    from anyaccel.serve.requests.tokenizer import ServerTokenizer
     from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine
 
     parser = argparse.ArgumentParser()
@@ -92,8 +92,8 @@ def main() -> None:
     listening.check(settings)
     engine = Slow()
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> #}")
-    limits = Limits(header_seconds=options.header_seconds)
-    frontend = Frontend(engine, Texts(tokenizer), ("fake",), limits=limits)
+    limits = HttpLimits(header_seconds=options.header_seconds)
+    frontend = Frontend(engine, ServerTokenizer(tokenizer), ("fake",), limits=limits)
     with listening.bind(settings.host, settings.port) as taken:
         port = taken.getsockname()[1]
         server.run(engine, frontend, settings, taken, lambda: print(listening.address(settings, port), flush=True))

@@ -17,10 +17,10 @@ from anyaccel.serve.engine.engine import ServingEngine
 from anyaccel.serve.engine.facts import Decoder, context_of
 from anyaccel.serve.engine.grammar import Grammars
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.interface import GenerationRequest, ModelFacts, Sampling, TokenLogprob
+from anyaccel.serve.interface import GenerationRequest, ModelFacts, SamplingParams, TokenLogprob
 
 VOCAB = 131
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def native(case: str = "llama", **options: Any) -> NativeModel:
@@ -61,7 +61,7 @@ class Answer:
 
 
 async def answer(
-    made: ServingEngine, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, **options: Any
+    made: ServingEngine, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **options: Any
 ) -> Answer:
     """Ask, and wait for the end."""
     whole = Answer()

@@ -22,7 +22,7 @@ from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.patience import Patience
 from anyaccel.serve.engine.engine import open_engine
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.interface import EngineStoppedError, GenerationRequest, Sampling
+from anyaccel.serve.interface import EngineStoppedError, GenerationRequest, SamplingParams
 from rank_processes import ranks_below
 
 pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def _ask(made: Any, prompts: list[list[int]]) -> list[serving.Answer]:
     asked = [serving.answer(made, prompt, 20, ignore_end=True) for prompt in prompts]
-    scored = Sampling(temperature=0.0, logprobs=1, logit_bias={9: 1.5})
+    scored = SamplingParams(temperature=0.0, logprobs=1, logit_bias={9: 1.5})
     return await asyncio.gather(*asked, serving.answer(made, prompts[0], 8, scored, prompt_logprobs=0))
 
 

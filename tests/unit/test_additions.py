@@ -42,8 +42,7 @@ from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.launch.plan import devices
 from anyaccel.ops import builder as op_builder
 from anyaccel.ops import in_tree
-from anyaccel.serve.api import http
-from anyaccel.serve.protocol import common, openapi
+from anyaccel.serve.api import application
 from anyaccel.topology import read_machine
 from generators import vendors as vendor_table
 from serve_fakes import Client, FakeEngine
@@ -121,29 +120,21 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules.pop("anyaccel.launch.runners.prun", None)
 
 
-def test_an_address_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "add-an-endpoint.md"
-    exec(shown(page, "src/anyaccel/serve/protocol/common.py"), vars(common))
-    monkeypatch.setattr(http, "CountRequest", vars(common)["CountRequest"], raising=False)
-    names = vars(http).copy()
-    exec(textwrap.dedent(shown(page, "src/anyaccel/serve/api/http.py")), names)
-    monkeypatch.setattr(http.Api, "count", names["count"], raising=False)
-    row, usual = shown(page, "src/anyaccel/serve/api/http.py: routes"), http.Api.routes
-    monkeypatch.setattr(http.Api, "routes", lambda self: usual(self) | eval(f"{{{row}}}", {"self": self}))
-    described = eval(f"{{{shown(page, 'src/anyaccel/serve/protocol/openapi.py')}}}", vars(openapi))
-    monkeypatch.setattr(openapi, "_POSTS", openapi._POSTS | described)
-    openapi.document.cache_clear()
-    try:
-        client = Client(FakeEngine())
-        answer = asyncio.run(client.send("POST", "/count", {"text": "two words"}))
-        assert (answer.status, answer.json) == (200, {"words": 2})
-        answer = asyncio.run(client.send("POST", "/count", {"text": 2}))
-        assert (answer.status, answer.json["error"]["param"]) == (400, "text")
-        assert "/count" in openapi.document()["paths"]
-    finally:
-        openapi.document.cache_clear()
-        for name in ("CountRequest", "Counted"):
-            delattr(common, name)
+    (tmp_path / "counting.py").write_text(shown(page, "src/anyaccel/serve/api/counting.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "counting", None)  # what was there before is put back
+    del sys.modules["counting"]
+    names = {"APIS": application.APIS, "counting": importlib.import_module("counting")}
+    exec(shown(page, "src/anyaccel/serve/api/application.py"), names)
+    monkeypatch.setattr(application, "APIS", names["APIS"])
+    client = Client(FakeEngine())
+    answer = asyncio.run(client.send("POST", "/count", {"text": "two words"}))
+    assert (answer.status, answer.json) == (200, {"words": 2})
+    answer = asyncio.run(client.send("POST", "/count", {"text": 2}))
+    assert (answer.status, answer.json["error"]["param"]) == (400, "text")
+    assert "/count" in asyncio.run(client.send("GET", "/openapi.json")).json["paths"]
 
 
 def test_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

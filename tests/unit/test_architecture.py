@@ -188,7 +188,7 @@ def test_these_imports_bring_neither_torch_nor_a_vendor_package(code: str) -> No
 def test_only_a_server_imports_what_speaks_http() -> None:
     web = {"starlette", "uvicorn", "uvloop", "pydantic", "llguidance"}
     assert not modules_after("import anyaccel.cli.serve, anyaccel.cli.generate, anyaccel.serve.interface") & web
-    assert "torch" not in modules_after("import anyaccel.serve.api.http, anyaccel.serve.server")
+    assert "torch" not in modules_after("import anyaccel.serve.api.application, anyaccel.serve.server")
 
 
 def test_the_frontend_and_the_engine_of_a_server_know_only_their_interface() -> None:

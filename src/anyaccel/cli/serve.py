@@ -33,7 +33,7 @@ from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
     from anyaccel.serve.interface import Engine
-    from anyaccel.serve.requests.defaults import Defaults
+    from anyaccel.serve.requests.defaults import SamplingDefaults
     from anyaccel.serve.requests.frontend import Frontend
 
 _EXAMPLES = """\
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
             screen.line(line)
         try:
             server, defaults = importing.result()
-            if told := defaults.told():
+            if told := defaults.describe():
                 screen.line(f"sampling: {told}, where a request does not say it, as the model's configuration does")
             frontend = _frontend(options, engine, tokenizer, defaults)
         except BaseException:
@@ -190,12 +190,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _import_server(options: argparse.Namespace) -> tuple[Any, Defaults]:
+def _import_server(options: argparse.Namespace) -> tuple[Any, SamplingDefaults]:
     """Import the server and read the model's sampling defaults, which runs beside the loading of the model."""
     server = importlib.import_module("anyaccel.serve.server")
-    from anyaccel.serve.requests.defaults import Defaults, read_defaults
+    from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 
-    return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else Defaults()
+    return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else SamplingDefaults()
 
 
 def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
@@ -221,18 +221,18 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
     return open_engine(model_of(options), screen, chosen, tokenizer)
 
 
-def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: Defaults) -> Frontend:
+def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: SamplingDefaults) -> Frontend:
     from anyaccel.serve.requests.frontend import Frontend
-    from anyaccel.serve.requests.texts import Texts
-    from anyaccel.serve.requests.tools import FORMATS
+    from anyaccel.serve.requests.tokenizer import ServerTokenizer
+    from anyaccel.serve.requests.tools.formats import FORMATS
 
     return Frontend(
         engine,
-        Texts(tokenizer),
+        ServerTokenizer(tokenizer),
         *names_of(options),
         root=Path(options.model).name,
         pooling=options.pooling,
-        tools=FORMATS.get(options.tool_format),
+        tool_format=FORMATS.get(options.tool_format),
         defaults=defaults,
     )
 

@@ -70,7 +70,7 @@ class GrammarError(UsageError):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen, with OpenAI's and vLLM's meanings; temperature 0 takes the likeliest.
 
     Attributes:
@@ -101,14 +101,14 @@ class GenerationRequest:
         max_tokens: of the answer; 0: only the prompt is processed (for `prompt_logprobs`).
         ends: tokens that end the answer; the last token of the answer is one of them then.
         ignore_end: go on past them.
-        prompt_logprobs: as Sampling.logprobs, for each token of the prompt but the first.
+        prompt_logprobs: as SamplingParams.logprobs, for each token of the prompt but the first.
         key: who asks; keys have equal shares of the machine while they compete.
         timeout_s: from submit() to the last token; None: the engine's own.
     """
 
     prompt: Sequence[int]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     ends: frozenset[int] = frozenset()
     ignore_end: bool = False
     min_tokens: int = 0

@@ -97,7 +97,7 @@ def _names_properties(schema: Mapping[str, Any]) -> bool:
     return "properties" in schema or "patternProperties" in schema
 
 
-def prepared(root: Any) -> Any:
+def prepare(root: Any) -> Any:
     """A copy of a schema as answers are held to it.
 
     An object that names properties has no others unless the schema says so, as with vLLM's
@@ -224,25 +224,25 @@ def _copied_value(name: str, value: Any, copied: Callable[[Any], Any]) -> Any:
     return copied(value) if name in _ONE else value
 
 
-def moved(schema: Any, where: str) -> Any:
+def rebase(schema: Any, where: str) -> Any:
     """A schema moved into another one at `where`: its references into itself, as #/$defs/name, are adapted."""
     if isinstance(schema, Mapping):
         return {
             name: where + value[1:]
             if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-            else moved(value, where)
+            else rebase(value, where)
             for name, value in schema.items()
         }
-    return [moved(value, where) for value in schema] if isinstance(schema, list) else schema
+    return [rebase(value, where) for value in schema] if isinstance(schema, list) else schema
 
 
-def fault(root: Any, problem_of: Callable[[Any], str]) -> tuple[str, str]:
+def find_problem(root: Any, problem_of: Callable[[Any], str]) -> tuple[str, str]:
     """The property whose schema cannot be used, as in `orders[].email` ("": the whole), and why.
 
     Args:
         problem_of: what is wrong with a schema alone, "" where nothing is.
     """
-    whole = {"schema": moved(root, "#/$defs/schema")}
+    whole = {"schema": rebase(root, "#/$defs/schema")}
     tries = 0
 
     def problem_at(pointer: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from anyaccel.serve.api.application import application
 from anyaccel.serve.api.connection import bounded
-from anyaccel.serve.api.http import application
 from anyaccel.serve.interface import Engine
 from anyaccel.serve.listening import Settings, before_listening
 from anyaccel.serve.requests.frontend import Frontend

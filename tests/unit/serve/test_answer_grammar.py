@@ -15,10 +15,17 @@ from anyaccel.serve.api.chat import add_call
 from anyaccel.serve.engine.grammar import Grammars
 from anyaccel.serve.interface import Grammar, GrammarError
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
-from anyaccel.serve.json_schema import fault, prepared
-from anyaccel.serve.requests.answer_grammar import answer_grammar, array_schema, parameter_grammars, required_calls
-from anyaccel.serve.requests.structured import schema_grammar
-from anyaccel.serve.requests.tools import FORMATS, Call, CallsInText
+from anyaccel.serve.json_schema import find_problem, prepare
+from anyaccel.serve.requests.structured import (
+    answer_grammar,
+    call_array_schema,
+    parameter_grammars,
+    required_calls,
+    schema_grammar,
+)
+from anyaccel.serve.requests.tools.format import ParsedCall
+from anyaccel.serve.requests.tools.formats import FORMATS
+from anyaccel.serve.requests.tools.parser import ToolCallParser
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, asked, chat
 
 llguidance = pytest.importorskip("llguidance")
@@ -122,8 +129,8 @@ def test_tools_can_be_called_beside_a_format(taker: Taker, form: str, thoughts: 
     if not thoughts:
         assert taker.fits(grammar, f"<think>Hm, {{1}}.</think>\n\n{right}") == (thoughts is False)
     # What fits is what the parser of answers reads.
-    content, calls = CallsInText(FORMATS[form], ("weather", "clock")).add(right, True)
-    assert (content, calls) == ("", [Call("weather", '{"city": "Oslo"}')])
+    content, calls = ToolCallParser(FORMATS[form], ("weather", "clock")).add(right, True)
+    assert (content, calls) == ("", [ParsedCall("weather", '{"city": "Oslo"}')])
 
 
 def test_mistrals_newer_calls(taker: Taker) -> None:
@@ -162,7 +169,7 @@ def test_parameters_point_to_their_own_definitions(plain: Taker) -> None:
         return {"name": name, "parameters": {"next": {"side": side}}}
 
     def fits(tools: list[Any], calls: list[Any]) -> bool:
-        schema = array_schema(tools, parameter_grammars(tools), "parameters", None)
+        schema = call_array_schema(tools, parameter_grammars(tools), "parameters", None)
         return plain.fits(schema_grammar(schema, "tools"), json.dumps(calls))
 
     both, one = [sided("a", "left"), sided("b", "right")], [sided("a", "left")]
@@ -272,14 +279,14 @@ def test_schemas_as_clients_write_them(plain: Taker, schema: Any, right: list[st
 
 def test_a_schema_is_not_changed_where_it_came_from() -> None:
     schema = {"type": "object", **_A}
-    assert "additionalProperties" in prepared(schema) and "additionalProperties" not in schema
+    assert "additionalProperties" in prepare(schema) and "additionalProperties" not in schema
 
 
 def test_references_without_end_are_followed_once() -> None:
     chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2000)}
-    assert prepared({"allOf": [{"$ref": "#/$defs/d0"}, _A], "$defs": chain})["$defs"] == chain
+    assert prepare({"allOf": [{"$ref": "#/$defs/d0"}, _A], "$defs": chain})["$defs"] == chain
     loop = {"allOf": [{"$ref": "#"}, {"$ref": "#/nothing"}], **_A}
-    assert prepared(loop) == loop
+    assert prepare(loop) == loop
 
 
 _WORDS = [
@@ -303,8 +310,8 @@ _ANYTHING = st.recursive(
 @given(st.dictionaries(st.sampled_from(_WORDS), _ANYTHING, max_size=5))
 def test_what_is_no_schema_is_left_to_llguidance(schema: Any) -> None:
     kept = json.dumps(schema)
-    prepared(schema)
-    assert fault(schema, lambda each: "wrong" if each == schema else "") == ("", "wrong")
+    prepare(schema)
+    assert find_problem(schema, lambda each: "wrong" if each == schema else "") == ("", "wrong")
     assert json.dumps(schema) == kept
 
 

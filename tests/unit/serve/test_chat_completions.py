@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from anyaccel.serve.interface import Grammar
-from anyaccel.serve.protocol.chat import ChatChunk, ChatCompletion
-from anyaccel.serve.requests.defaults import defaults_of
+from anyaccel.serve.requests.defaults import parse_defaults
 from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
 
 
@@ -24,7 +23,6 @@ def test_a_conversation_is_answered_in_openais_shape() -> None:
     answer = chat(engine, {"unknown_field": 1, "model": "other"})
     assert answer.status == 200, answer.body
     told = answer.json
-    ChatCompletion.model_validate(told)
     (choice,) = told["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Hello, you!"}
     assert (choice["finish_reason"], told["model"], told["object"]) == ("stop", "other", "chat.completion")
@@ -47,8 +45,6 @@ def test_a_stream_tells_role_text_end_and_usage(grouped: int) -> None:
     answer = chat(engine, {"stream": True, "stream_options": {"include_usage": True}})
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.events
-    for event in events:
-        ChatChunk.model_validate(event)
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text_of(events) == "Grüße, 世界!"
     assert not any("\ufffd" in str(event) for event in events)  # no half characters
@@ -167,7 +163,7 @@ def test_the_last_message_may_be_gone_on_with(template: str, content: str, promp
 def test_a_thought_may_be_gone_on_with() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>It is"}]
     answer = chat(
-        FakeEngine(" late.</think>Bye"), {"messages": messages, "continue_final_message": True}, thinking=True
+        FakeEngine(" late.</think>Bye"), {"messages": messages, "continue_final_message": True}, reasoning=True
     )
     message = answer.json["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == (" late.", "Bye")
@@ -175,7 +171,7 @@ def test_a_thought_may_be_gone_on_with() -> None:
 
 def test_what_a_request_leaves_out_is_as_the_model_recommends() -> None:
     engine = FakeEngine()
-    defaults = defaults_of({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}, "")
+    defaults = parse_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}, "")
     for more in ({}, {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1}):
         assert chat(engine, more, defaults=defaults).status == 200
     found = [(each.sampling.temperature, each.sampling.top_p, each.sampling.top_k) for each in engine.requests]

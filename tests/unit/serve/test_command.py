@@ -21,7 +21,7 @@ from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve import listening
 from anyaccel.serve.listening import Settings
-from anyaccel.serve.requests.defaults import Defaults, read_defaults
+from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_a_model_has_its_files_name_unless_it_is_given_one(tmp_path: Path) -> No
 
 
 def test_what_a_model_recommends_is_read_of_its_folder_or_file(tmp_path: Path) -> None:
-    assert read_defaults(tmp_path) == Defaults() and Defaults().told() == ""
+    assert read_defaults(tmp_path) == SamplingDefaults() and SamplingDefaults().describe() == ""
     file = tmp_path / "generation_config.json"
     file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "eos_token_id": [1, 2]}')
-    assert read_defaults(tmp_path) == Defaults(temperature=0.6, top_k=20)
-    assert read_defaults(tmp_path).told() == "temperature 0.6, top_k 20"
+    assert read_defaults(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert read_defaults(tmp_path).describe() == "temperature 0.6, top_k 20"
     for text, said in (('{"temperature": "hot"}', "temperature='hot'"), ('{"top_p": 2}', "top_p=2"), ("[", "not JSON")):
         file.write_text(text)
         with pytest.raises(ModelError, match=said):
@@ -190,7 +190,7 @@ def test_what_a_model_recommends_is_read_of_its_folder_or_file(tmp_path: Path) -
     keys = {"temp": (fuzz_models.F32, 0.7), "penalty_repeat": (fuzz_models.F32, 1.1), "top_k": (fuzz_models.U32, 40)}
     gguf.pairs |= {f"general.sampling.{name}": value for name, value in keys.items()}
     (tmp_path / "m.gguf").write_bytes(gguf.content())
-    assert read_defaults(tmp_path / "m.gguf") == Defaults(temperature=0.7, repetition_penalty=1.1, top_k=40)
+    assert read_defaults(tmp_path / "m.gguf") == SamplingDefaults(temperature=0.7, repetition_penalty=1.1, top_k=40)
 
 
 def test_a_value_that_the_model_refuses_is_said_by_its_option() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anyaccel.serve.protocol.limits import Limits
+from anyaccel.serve.protocol.limits import HttpLimits
 
 pytest.importorskip("httptools")
 pytest.importorskip("uvicorn")
@@ -73,7 +73,7 @@ async def answers(segments: list[bytes]) -> bytes:
 
     config = Config(_echo, ws="none", log_config=None, access_log=False, date_header=False, server_header=False)
     config.load()
-    made: Any = bounded(Limits(), 10)
+    made: Any = bounded(HttpLimits(), 10)
     protocol = made(config=config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop())
     transport = Transport()
     protocol.connection_made(transport)

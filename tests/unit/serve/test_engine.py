@@ -22,7 +22,7 @@ from anyaccel.serve.interface import (
     EngineFullError,
     EngineStoppedError,
     GenerationRequest,
-    Sampling,
+    SamplingParams,
     TooLongError,
 )
 from serving import GREEDY, VOCAB, Answer, answer, decoder_of, engine, native, prompt_of, run
@@ -91,7 +91,7 @@ def test_a_cache_too_small_for_all_answers_all_with_the_bits_of_a_large_one() ->
     small = native("llama-64", weight="i8", cache="i8", cache_limit=10 * 64 * large.model.cache_bytes_per_token())
     generator = random.Random(4)
     prompts = [prompt_of(generator, generator.randrange(20, 120)) for _ in range(7)]
-    asked = {"sampling": Sampling(temperature=0.0, logprobs=0), "ignore_end": True}
+    asked = {"sampling": SamplingParams(temperature=0.0, logprobs=0), "ignore_end": True}
 
     async def main() -> None:
         async with engine(large) as made:
@@ -135,7 +135,7 @@ def test_log_probabilities_and_hidden_states_are_those_of_transformers(llama: An
     async def main() -> tuple[Answer, Answer, list[list[float]]]:
         async with engine(llama) as made:
             told = await answer(
-                made, prompt, 5, Sampling(temperature=0.0, logprobs=2), prompt_logprobs=1, ignore_end=True
+                made, prompt, 5, SamplingParams(temperature=0.0, logprobs=2), prompt_logprobs=1, ignore_end=True
             )
             only = await answer(made, prompt, 0, prompt_logprobs=0)
             vectors = [
@@ -166,7 +166,7 @@ def test_seeds_decide_what_is_drawn(llama: Any) -> None:
     async def main() -> None:
         async with engine(llama) as made:
             drawn = [
-                (await answer(made, [5, 6, 7], 20, Sampling(seed=seed, top_p=0.9), ignore_end=True)).tokens
+                (await answer(made, [5, 6, 7], 20, SamplingParams(seed=seed, top_p=0.9), ignore_end=True)).tokens
                 for seed in (1, 1, 2, None, None)
             ]
         assert drawn[0] == drawn[1]
@@ -202,18 +202,18 @@ def test_an_answer_ends_with_one_of_its_ends_but_not_too_early(llama: Any) -> No
         ([3], {"min_tokens": 9}, "min_tokens=9: must be at most max_tokens"),
         ([3], {"timeout_s": 0}, "timeout_s=0"),
         ([3], {"prompt_logprobs": 1000}, "prompt_logprobs=1000"),
-        ([3], {"sampling": Sampling(temperature=-1)}, "temperature=-1"),
-        ([3], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan"),
-        ([3], {"sampling": Sampling(top_p=0)}, "top_p=0"),
-        ([3], {"sampling": Sampling(top_k=-1)}, "top_k=-1"),
-        ([3], {"sampling": Sampling(min_p=2)}, "min_p=2"),
-        ([3], {"sampling": Sampling(repetition_penalty=0)}, "repetition_penalty=0"),
-        ([3], {"sampling": Sampling(frequency_penalty=3)}, "frequency_penalty=3"),
-        ([3], {"sampling": Sampling(presence_penalty=-3)}, "presence_penalty=-3"),
-        ([3], {"sampling": Sampling(logit_bias={VOCAB: 1})}, f"logit_bias: token {VOCAB}"),
-        ([3], {"sampling": Sampling(logit_bias={3: 101})}, "logit_bias: 101"),
-        ([3], {"sampling": Sampling(logprobs=-1)}, "logprobs=-1"),
-        ([3], {"sampling": Sampling(seed=2**64)}, "seed="),
+        ([3], {"sampling": SamplingParams(temperature=-1)}, "temperature=-1"),
+        ([3], {"sampling": SamplingParams(temperature=float("nan"))}, "temperature=nan"),
+        ([3], {"sampling": SamplingParams(top_p=0)}, "top_p=0"),
+        ([3], {"sampling": SamplingParams(top_k=-1)}, "top_k=-1"),
+        ([3], {"sampling": SamplingParams(min_p=2)}, "min_p=2"),
+        ([3], {"sampling": SamplingParams(repetition_penalty=0)}, "repetition_penalty=0"),
+        ([3], {"sampling": SamplingParams(frequency_penalty=3)}, "frequency_penalty=3"),
+        ([3], {"sampling": SamplingParams(presence_penalty=-3)}, "presence_penalty=-3"),
+        ([3], {"sampling": SamplingParams(logit_bias={VOCAB: 1})}, f"logit_bias: token {VOCAB}"),
+        ([3], {"sampling": SamplingParams(logit_bias={3: 101})}, "logit_bias: 101"),
+        ([3], {"sampling": SamplingParams(logprobs=-1)}, "logprobs=-1"),
+        ([3], {"sampling": SamplingParams(seed=2**64)}, "seed="),
     ],
 )
 def test_wrong_values_are_refused_by_name(llama: Any, prompt: list[int], options: dict[str, Any], words: str) -> None:
@@ -231,7 +231,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token_and_harm_nobody(llam
     async def main() -> None:
         async with engine(llama) as made:
             likeliest = await answer(made, [5, 6, 7], 5)
-            smallest = Sampling(temperature=temperature, top_p=1e-6, min_p=5e-324, seed=1)
+            smallest = SamplingParams(temperature=temperature, top_p=1e-6, min_p=5e-324, seed=1)
             assert (await answer(made, [5, 6, 7], 5, sampling=smallest)).tokens == likeliest.tokens
 
     run(main())

@@ -12,7 +12,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.serve.engine.grammar import Grammars
-from anyaccel.serve.interface import Grammar, GrammarError, Sampling
+from anyaccel.serve.interface import Grammar, GrammarError, SamplingParams
 from anyaccel.serve.requests.structured import choice_grammar
 from serving import VOCAB, answer, engine, native, run
 
@@ -69,7 +69,7 @@ def test_constrained_answers_beside_free_ones(llama: Any) -> None:
         async with engine(llama, tokenizer) as made:
             return await asyncio.gather(
                 *(
-                    answer(made, [40, 41, 42], 200, Sampling(seed=seed), grammar=grammar, ends=frozenset({_END}))
+                    answer(made, [40, 41, 42], 200, SamplingParams(seed=seed), grammar=grammar, ends=frozenset({_END}))
                     for seed in range(3)
                     for grammar in asked
                 )
@@ -95,7 +95,7 @@ def test_an_object_of_any_kind(llama: Any) -> None:
         async with engine(llama, tokenizer) as made:
             # Short: a random model would go on for ever.
             closing = {96: 20.0, 4: 8.0}
-            sampling = Sampling(temperature=0.0, logit_bias=closing)
+            sampling = SamplingParams(temperature=0.0, logit_bias=closing)
             return await answer(
                 made, [40], 60, sampling, grammar=Grammar("json_object"), ends=frozenset({_END}), ignore_end=False
             )

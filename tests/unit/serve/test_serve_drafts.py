@@ -16,9 +16,10 @@ import native_models
 from anyaccel.cli._model_options import Drafts
 from anyaccel.cli.serve import build_parser
 from anyaccel.inference.native.draft import attach
-from anyaccel.serve.api.chat import usage_of
+from anyaccel.serve.api.generation import TokenUsage
 from anyaccel.serve.engine.streams import Stream
-from anyaccel.serve.interface import Chunk, GenerationRequest, Sampling, Stats
+from anyaccel.serve.interface import Chunk, GenerationRequest, SamplingParams, Stats
+from anyaccel.serve.requests.answers import TextDelta
 from anyaccel.serve.requests.metrics import Metrics
 from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
 
@@ -44,9 +45,9 @@ def asked() -> list[tuple[list[int], int, dict[str, Any]]]:
         prompt = [5, 6, 7, 8] * 20 if number % 3 == 0 else prompt_of(generator, 20 + 9 * number)
         options: dict[str, Any] = {"ignore_end": True}
         if number % 4 == 1:
-            options["sampling"] = Sampling(temperature=0.7, seed=number, top_k=20)
+            options["sampling"] = SamplingParams(temperature=0.7, seed=number, top_k=20)
         if number % 5 == 2:
-            options["sampling"] = Sampling(temperature=0.0, logprobs=2)
+            options["sampling"] = SamplingParams(temperature=0.0, logprobs=2)
         if number % 7 == 4:
             options = {"ends": frozenset(range(0, VOCAB, 9))}
         requests.append((prompt, 60, options))
@@ -118,7 +119,9 @@ def test_a_small_cache_and_requests_that_break_off() -> None:
         async with engine(model, **KINDS["model"]) as made:
 
             async def leaves() -> None:
-                asking = made.generate(GenerationRequest(prompts[0], 90, Sampling(temperature=0.0), ignore_end=True))
+                asking = made.generate(
+                    GenerationRequest(prompts[0], 90, SamplingParams(temperature=0.0), ignore_end=True)
+                )
                 async for _ in asking:
                     break
                 await asking.aclose()  # type: ignore[attr-defined]
@@ -136,7 +139,7 @@ def test_an_answer_tells_how_many_were_right() -> None:
     async def main() -> None:
         async with engine(with_draft(), **KINDS["model"]) as made:
             chunks: list[Chunk] = []
-            request = GenerationRequest([5, 9, 30], 50, Sampling(temperature=0.0), ignore_end=True)
+            request = GenerationRequest([5, 9, 30], 50, SamplingParams(temperature=0.0), ignore_end=True)
             async for chunk in made.generate(request):
                 chunks.append(chunk)
             stats = made.stats()
@@ -150,9 +153,13 @@ def test_an_answer_tells_how_many_were_right() -> None:
         assert (await stream.next()).drafts == (7, 5)
 
     run(main())
-    usage = usage_of(3, [50, 20], 0, [(9, 8), (4, 1)])
-    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 4}
-    assert "completion_tokens_details" not in usage_of(3, [50], 0, [(0, 0)])
+    usage = TokenUsage([3], 2)
+    usage.add(TextDelta(0, "", (), 50, 0))
+    assert "completion_tokens_details" not in usage.as_json()
+    usage.add(TextDelta(0, "", (), 50, 0, drafts=(9, 8)))
+    usage.add(TextDelta(1, "", (), 20, 0, drafts=(4, 1)))
+    details = usage.as_json()["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 4}
     text = Metrics().text("m", Stats(drafted=13, accepted=9))
     assert 'anyaccel:spec_decode_num_draft_tokens_total{model_name="m"} 13' in text
     assert 'anyaccel:spec_decode_num_accepted_tokens_total{model_name="m"} 9' in text

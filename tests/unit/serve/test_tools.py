@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.serve.protocol.chat import ChatChunk, ChatCompletion
-from anyaccel.serve.requests.reasoning import Thoughts
-from anyaccel.serve.requests.tools import FORMATS, Call, CallsInArray, CallsInText, format_of
+from anyaccel.serve.requests.reasoning import ReasoningParser
+from anyaccel.serve.requests.tools.format import ParsedCall
+from anyaccel.serve.requests.tools.formats import FORMATS, detect_format
+from anyaccel.serve.requests.tools.parser import ToolCallArrayParser, ToolCallParser
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat
 
 WEATHER = {
@@ -28,8 +29,8 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-PARIS = Call("weather", '{"city": "Paris"}')
-NOON = Call("clock", "{}")
+PARIS = ParsedCall("weather", '{"city": "Paris"}')
+NOON = ParsedCall("clock", "{}")
 
 CASES = [
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
@@ -47,7 +48,7 @@ CASES = [
         '<tool_call>{"name": "clock", "arguments": {"x": "a \\" </tool_call> b\\\\"}}</tool_call>\n'
         '<tool_call>{"name": "clock"}</tool_call>',
         "",
-        [Call("clock", '{"x": "a \\" </tool_call> b\\\\"}'), NOON],
+        [ParsedCall("clock", '{"x": "a \\" </tool_call> b\\\\"}'), NOON],
     ),
     (
         "hermes",
@@ -67,7 +68,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
     content, calls = "", []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         more, found = reader.add(text[start:end], end == len(text) and start != end)
@@ -76,16 +77,19 @@ def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_formats(form: str, text: str, content: str, calls: list[Call]) -> None:
-    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, []) == (content, calls)
-    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, list(range(1, len(text)))) == (content, calls)
+def test_formats(form: str, text: str, content: str, calls: list[ParsedCall]) -> None:
+    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, []) == (content, calls)
+    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, list(range(1, len(text)))) == (
+        content,
+        calls,
+    )
 
 
 @given(st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
     form, text, content, calls = data.draw(st.sampled_from(CASES))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
-    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, cuts) == (content, calls)
+    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, cuts) == (content, calls)
 
 
 @given(
@@ -96,7 +100,7 @@ def test_thoughts_are_the_same_however_they_come(parts: list[str], data: st.Data
     text = "".join(parts)
     inside = data.draw(st.booleans())
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1)))) if len(text) > 1 else []
-    pieces, whole = Thoughts(inside), Thoughts(inside)
+    pieces, whole = ReasoningParser(inside), ReasoningParser(inside)
     found = ["", ""]
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         for place, more in enumerate(pieces.add(text[start:end], end == len(text))):
@@ -108,7 +112,7 @@ def test_thoughts_are_the_same_however_they_come(parts: list[str], data: st.Data
 def test_a_list_of_calls_however_it_comes(data: st.DataObject) -> None:
     text = '[{"name": "weather", "parameters": {"city": "Paris"}},\n {"name": "clock", "parameters": {}} ]'
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
-    assert read(CallsInArray(), text, cuts) == ("", [PARIS, NOON])
+    assert read(ToolCallArrayParser(), text, cuts) == ("", [PARIS, NOON])
 
 
 def test_a_format_is_told_by_its_template() -> None:
@@ -119,13 +123,12 @@ def test_a_format_is_told_by_its_template() -> None:
         ("<|start_header_id|> {{ tools }}", "llama3"),
         ("nothing", "hermes"),
     ):
-        assert format_of(template).name == name
+        assert detect_format(template).name == name
 
 
 def test_a_model_calls_if_it_wants_to() -> None:
     engine = FakeEngine(CASES[1][1])
     told = chat(engine, {"tools": [WEATHER, CLOCK]}).json
-    ChatCompletion.model_validate(told)
     (choice,) = told["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(PARIS), vars(NOON)]
@@ -142,8 +145,6 @@ def test_a_model_calls_if_it_wants_to() -> None:
 
 def test_a_stream_tells_calls_when_they_are_complete() -> None:
     events = chat(FakeEngine(CASES[1][1]), {"tools": [WEATHER, CLOCK], "stream": True}).events
-    for event in events:
-        ChatChunk.model_validate(event)
     parts = [part for event in events for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
     assert [(part["index"], part["function"]["name"]) for part in parts] == [(0, "weather"), (1, "clock")]
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"

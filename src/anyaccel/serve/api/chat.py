@@ -1,64 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions`: a conversation's next message, at once or as a stream."""
+"""OpenAI's `/v1/chat/completions`: a conversation's next message, at once or as a stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.generation import TokenUsage, check_stream_options, choice_events, generation_endpoint
 from anyaccel.serve.interface import TokenLogprob
-from anyaccel.serve.protocol.chat import ChatRequest
-from anyaccel.serve.protocol.common import SamplingFields
+from anyaccel.serve.protocol.common import Logprobs, Messages, NamedTool, SamplingFields, TemplateFields, Tools
 from anyaccel.serve.protocol.errors import wrong
-from anyaccel.serve.protocol.json_text import DONE, event
-from anyaccel.serve.requests.conversation import Delta, Prompt, answer_room, deltas, prompt_of
+from anyaccel.serve.requests.answers import MessageDelta, generate_messages
+from anyaccel.serve.requests.conversation import Prompt, build_prompt, prompt_ending
 from anyaccel.serve.requests.frontend import Frontend, new_id
-from anyaccel.serve.requests.rendering import ending_of
-from anyaccel.serve.requests.structured import grammar_of
-from anyaccel.serve.requests.texts import Texts
+from anyaccel.serve.requests.structured import request_grammar
+from anyaccel.serve.requests.tokenizer import ServerTokenizer
 
 
-def stops_of(request: SamplingFields) -> list[str]:
-    """The strings that end an answer."""
-    stop = request.stop
-    return [stop] if isinstance(stop, str) else list(stop or ())
+class ChatRequest(SamplingFields, TemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    tools: Tools | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    # OpenAI's former fields, which are refused: an answer without a call would be the wrong one.
+    functions: list[Any] | None = None
+    function_call: Any = None
 
 
-def usage_of(prompt: int, counts: Sequence[int], cached: int, drafts: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
-    """The `usage` of a response.
+def endpoints(frontend: Frontend) -> list[Endpoint]:
+    """The endpoints of this API."""
+    summary = "The next message of a conversation"
+    return [generation_endpoint(frontend, "/v1/chat/completions", summary, ChatRequest, prepare)]
 
-    Args:
-        drafts: the numbers of drafted and of accepted tokens of each answer.
+
+async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGeneration:
+    """Check a request, and make its prompt.
+
+    Raises:
+        ApiError: it cannot be answered.
     """
-    drafted, accepted = (sum(each[place] for each in drafts) for place in (0, 1))
-    told = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sum(counts),
-        "total_tokens": prompt + sum(counts),
-        "prompt_tokens_details": {"cached_tokens": cached},
-        **({"completion_tokens_details": told} if drafted else {}),
-    }
+    for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, name) is not None:
+            raise wrong(name, f"is not supported: OpenAI has replaced it by {newer}")
+    if request.top_logprobs and not request.logprobs:
+        raise wrong("top_logprobs", "needs logprobs: true")
+    check_stream_options(request)
+    prompt = await build_prompt(
+        frontend,
+        request.messages,
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        request_grammar(request),
+        request.chat_template_kwargs,
+        prompt_ending(request),
+    )
+    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = frontend.answer_room(prompt.tokens, getattr(request, param), param, "messages")
+    return ChatGeneration(frontend, request, prompt, max_tokens, key)
 
 
-def _logprobs(texts: Texts, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": [_logprob(texts, each) for each in found]}
-
-
-def _token_logprob(texts: Texts, token: int, logprob: float) -> dict[str, Any]:
-    text, values = texts.token(token)
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(values)}
-
-
-def _logprob(texts: Texts, found: TokenLogprob) -> dict[str, Any]:
-    tops = [_token_logprob(texts, token, logprob) for token, logprob in found.top]
-    return {**_token_logprob(texts, found.token, found.logprob), "top_logprobs": tops}
-
-
-class Chat:
-    """Answers one request that has been checked."""
+class ChatGeneration:
+    """Answers one request that has been checked; see `Generation`."""
 
     def __init__(self, frontend: Frontend, request: ChatRequest, prompt: Prompt, max_tokens: int, key: str) -> None:
         self._frontend = frontend
@@ -66,110 +80,70 @@ class Chat:
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._key = key
-        self._answers = request.n or 1
-        self._counts = [0] * self._answers
-        self._drafts = [(0, 0)] * self._answers
-        self._cached = 0
+        self._answers = request.answer_count
+        self._usage = TokenUsage([len(prompt.tokens)], self._answers)
         self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": request.model or frontend.model}
 
-    def _deltas(self) -> AsyncGenerator[Delta, None]:
+    def _deltas(self) -> AsyncGenerator[MessageDelta, None]:
         request = self._request
-        return deltas(
-            self._frontend,
-            request,
-            self._prompt,
-            max_tokens=self._max_tokens,
-            answers=self._answers,
-            stops=stops_of(request),
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            several=request.parallel_tool_calls is not False,
-            key=self._key,
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return generate_messages(
+            self._frontend, request, self._prompt, self._max_tokens, key=self._key, logprobs=logprobs
         )
 
-    def _count(self, delta: Delta) -> None:
-        self._counts[delta.piece.index] = delta.piece.count
-        self._drafts[delta.piece.index] = max(self._drafts[delta.piece.index], delta.piece.drafts)
-        self._cached = max(self._cached, delta.piece.cached)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_of(len(self._prompt.tokens), self._counts, self._cached, self._drafts)
-
-    def _logprobs_of(self, delta: Delta) -> list[TokenLogprob]:
+    def _logprobs(self, delta: MessageDelta) -> list[dict[str, Any]]:
         """The log-probabilities of the text's tokens, without a token that only ends the answer."""
-        ends = self._frontend.engine.facts.ends
-        return [each for each in delta.piece.logprobs if each.token not in ends]
+        ends, tokenizer = self._frontend.engine.facts.ends, self._frontend.tokenizer
+        return [_describe_logprob(tokenizer, each) for each in delta.text.logprobs if each.token not in ends]
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece.
-
-        Raises:
-            AnyAccelError, ApiError: see `Engine.generate`.
-        """
-        content, thoughts = [""] * self._answers, [""] * self._answers
-        calls: list[list[dict[str, Any]]] = [[] for _ in content]
-        logprobs: list[list[TokenLogprob]] = [[] for _ in content]
+    async def response(self) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""} for _ in range(self._answers)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in messages]
         finish: list[str | None] = [None] * self._answers
-        async with aclosing(self._deltas()) as found:
-            async for delta in found:
-                self._count(delta)
-                index = delta.piece.index
-                content[index] += delta.content
-                thoughts[index] += delta.thoughts
-                for call in delta.calls:
-                    add_call(calls[index], call)
-                logprobs[index] += self._logprobs_of(delta)
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                self._usage.add(delta.text)
+                index = delta.text.index
+                message = messages[index]
+                message["content"] += delta.content
+                if delta.reasoning:
+                    message["reasoning_content"] = message.get("reasoning_content", "") + delta.reasoning
+                for part in delta.calls:
+                    add_call(message.setdefault("tool_calls", []), part)
+                logprobs[index] += self._logprobs(delta)
                 finish[index] = delta.finish or finish[index]
         choices = []
-        for index in range(self._answers):
-            message: dict[str, Any] = {"role": "assistant", "content": content[index]}
-            if thoughts[index]:
-                message["reasoning_content"] = thoughts[index]
-            if calls[index]:
-                message["content"] = content[index] or None
-                message["tool_calls"] = calls[index]
-            told = _logprobs(self._frontend.texts, logprobs[index]) if self._request.logprobs else None
-            choices.append({"index": index, "message": message, "logprobs": told, "finish_reason": finish[index]})
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        for index, message in enumerate(messages):
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+            content = {"content": logprobs[index]} if self._request.logprobs else None
+            choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": finish[index]})
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage.as_json()}
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, as it comes.
-
-        Raises:
-            AnyAccelError, ApiError: see `Engine.generate`; before the first event, or instead of the rest.
-        """
-        options = self._request.stream_options
-        usage = bool(options and options.include_usage)
-        always = usage and bool(options and options.continuous_usage_stats)
+    def stream(self) -> AsyncGenerator[bytes, None]:
         head = {**self._head, "object": "chat.completion.chunk"}
+        return choice_events(self._choices(), head, self._request, self._usage)
 
-        def chunk(choice: dict[str, Any]) -> bytes:
-            more = {"usage": self._usage() if always else None} if usage else {}
-            return event({**head, "choices": [choice], **more})
-
-        begun = [False] * self._answers
-        async with aclosing(self._deltas()) as found:
-            async for delta in found:
-                self._count(delta)
-                index = delta.piece.index
+    async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
+        started = [False] * self._answers
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                self._usage.add(delta.text)
+                index = delta.text.index
+                if not started[index]:
+                    started[index] = True
+                    yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 change: dict[str, Any] = {}
-                if not begun[index]:
-                    begun[index] = True
-                    yield chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-                if delta.thoughts:
-                    change["reasoning_content"] = delta.thoughts
+                if delta.reasoning:
+                    change["reasoning_content"] = delta.reasoning
                 if delta.content:
                     change["content"] = delta.content
                 if delta.calls:
                     change["tool_calls"] = delta.calls
-                logprobs = self._logprobs_of(delta) if self._request.logprobs else []
+                logprobs = self._logprobs(delta) if self._request.logprobs else []
                 if change or logprobs or delta.finish:
                     choice = {"index": index, "delta": change, "finish_reason": delta.finish}
-                    if logprobs:
-                        choice["logprobs"] = _logprobs(self._frontend.texts, logprobs)
-                    yield chunk(choice)
-        if usage:
-            yield event({**head, "choices": [], "usage": self._usage()})
-        yield DONE
+                    yield {**choice, "logprobs": {"content": logprobs}} if logprobs else choice
 
 
 def add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
@@ -180,30 +154,11 @@ def add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
         calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
 
-async def chat(frontend: Frontend, request: ChatRequest, key: str) -> Chat:
-    """Check a request, and make its prompt.
+def _describe_logprob(tokenizer: ServerTokenizer, logprob: TokenLogprob) -> dict[str, Any]:
+    tops = [_describe_token(tokenizer, token, value) for token, value in logprob.top]
+    return {**_describe_token(tokenizer, logprob.token, logprob.logprob), "top_logprobs": tops}
 
-    Raises:
-        ApiError: it cannot be answered.
-    """
-    frontend.check_model(request.model)
-    for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(request, name) is not None:
-            raise wrong(name, f"is not supported: OpenAI has replaced it by {newer}")
-    if request.top_logprobs and not request.logprobs:
-        raise wrong("top_logprobs", "needs logprobs: true")
-    if request.stream_options is not None and not request.stream:
-        raise wrong("stream_options", "needs stream: true")
-    prompt = await prompt_of(
-        frontend,
-        request.messages,
-        request.tools,
-        request.tool_choice,
-        request.parallel_tool_calls,
-        grammar_of(request),
-        request.chat_template_kwargs,
-        ending_of(request),
-    )
-    param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-    wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return Chat(frontend, request, prompt, answer_room(frontend, prompt.tokens, wanted, param, "messages"), key)
+
+def _describe_token(tokenizer: ServerTokenizer, token: int, logprob: float) -> dict[str, Any]:
+    text, values = tokenizer.token_text(token)
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(values)}

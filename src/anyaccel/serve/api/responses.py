@@ -1,38 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/responses`: OpenAI's newer API for conversations, with output items and named events."""
+"""OpenAI's `/v1/responses`: conversations with output items and named events; nothing is kept between calls."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from anyaccel.errors import AnyAccelError
-from anyaccel.serve.protocol.chat import CalledFunction, Function, FunctionName, Message, NamedTool, Tool, ToolCall
-from anyaccel.serve.protocol.common import ResponseFormat
+from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.generation import generation_endpoint
+from anyaccel.serve.api.sending import event
+from anyaccel.serve.protocol import limits
+from anyaccel.serve.protocol.common import (
+    CalledFunction,
+    ChatMessage,
+    ContentPart,
+    Function,
+    FunctionName,
+    GenerationFields,
+    Logprobs,
+    NamedTool,
+    ResponseFormat,
+    Shape,
+    Text,
+    Tool,
+    ToolCall,
+)
 from anyaccel.serve.protocol.errors import ApiError, api_error, wrong
-from anyaccel.serve.protocol.json_text import event
-from anyaccel.serve.protocol.responses import InputItem, NamedFunction, ResponsesRequest
-from anyaccel.serve.requests.conversation import Delta, Prompt, answer_room, deltas, prompt_of
+from anyaccel.serve.requests.answers import MessageDelta, generate_messages
+from anyaccel.serve.requests.conversation import Prompt, build_prompt, content_text
 from anyaccel.serve.requests.frontend import Frontend, new_id
-from anyaccel.serve.requests.rendering import text_of
-from anyaccel.serve.requests.structured import response_grammar
+from anyaccel.serve.requests.structured import response_format_grammar
 
 Event = dict[str, Any]
 
 
-def messages_of(request: ResponsesRequest) -> list[Message]:
-    """The input as messages.
+class InputItem(Shape):
+    """A message, a call, or its result, according to `type`; a message may leave it out."""
+
+    type: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Text | list[ContentPart] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Text | None = None
+    output: Text | list[ContentPart] | None = None
+
+
+class ResponseTool(Shape):
+    type: str
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")] | None = None
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Shape):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Shape):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Shape):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(GenerationFields):
+    """`POST /v1/responses`."""
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MOST_MESSAGES)]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    top_logprobs: Logprobs | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def endpoints(frontend: Frontend) -> list[Endpoint]:
+    """The endpoints of this API."""
+    summary = "The next message of a conversation, as items"
+    return [generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, b"")]
+
+
+async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> ResponsesGeneration:
+    """Check a request, and make its prompt.
 
     Raises:
-        ApiError: an item is of a kind that this server does not support.
+        ApiError: it cannot be answered.
     """
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise wrong(name, "is not supported, as this server keeps no answers: send the conversation in input")
+    if request.background:
+        raise wrong("background", "is not supported, as this server keeps no answers")
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
+        raise wrong("top_logprobs", "is not supported here; /v1/chat/completions has them")
+    form = request.text.format if request.text else None
+    wanted = None
+    if form is not None:
+        # The schema is a field of `text.format`, as it may be of `response_format` beside json_object.
+        if form.type == "json_schema" and form.json_schema is None:
+            raise wrong("text.format.schema", "is required in a format of type json_schema")
+        wanted = None if form.type == "text" else ResponseFormat(type="json_object", schema=form.json_schema)
+    choice: str | NamedTool | None
+    if isinstance(request.tool_choice, NamedFunction):
+        choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))
+    else:
+        choice = request.tool_choice
+    prompt = await build_prompt(
+        frontend,
+        _messages(request),
+        _tools(request),
+        choice,
+        request.parallel_tool_calls,
+        response_format_grammar(wanted, "text.format"),
+        request.chat_template_kwargs,
+    )
+    max_tokens = frontend.answer_room(prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")
+    return ResponsesGeneration(frontend, request, prompt, max_tokens, key)
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    """The input as messages."""
     messages = []
     if request.instructions:
-        messages.append(Message(role="system", content=request.instructions))
+        messages.append(ChatMessage(role="system", content=request.instructions))
     if isinstance(request.input, str):
-        return [*messages, Message(role="user", content=request.input)]
+        return [*messages, ChatMessage(role="user", content=request.input)]
     for place, item in enumerate(request.input):
         message = _message(item, f"input[{place}]")
         before = messages[-1] if messages else None
@@ -47,19 +160,19 @@ def messages_of(request: ResponsesRequest) -> list[Message]:
     return messages
 
 
-def _message(item: InputItem, where: str) -> Message | None:
+def _message(item: InputItem, where: str) -> ChatMessage | None:
     if item.type in (None, "message"):
         if item.role is None:
             raise wrong(f"{where}.role", "is required")
-        return Message(role=item.role, content=text_of(item.content, f"{where}.content"))
+        return ChatMessage(role=item.role, content=content_text(item.content, f"{where}.content"))
     if item.type == "function_call":
         if not item.name or item.call_id is None:
             raise wrong(f"{where}.name", "a call needs name and call_id")
         function = CalledFunction(name=item.name, arguments=item.arguments or "{}")
-        return Message(role="assistant", tool_calls=[ToolCall(id=item.call_id, type="function", function=function)])
+        return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id, type="function", function=function)])
     if item.type == "function_call_output":
-        return Message(role="tool", content=text_of(item.output, f"{where}.output"), tool_call_id=item.call_id)
-    if item.type == "reasoning":  # thoughts of earlier answers are not given to the model again
+        return ChatMessage(role="tool", content=content_text(item.output, f"{where}.output"), tool_call_id=item.call_id)
+    if item.type == "reasoning":  # the reasoning of earlier answers is not given to the model again
         return None
     raise wrong(f"{where}.type", f"{item.type[:40]!r} is not supported: this model reads text and calls of functions")
 
@@ -74,8 +187,8 @@ def _tools(request: ResponsesRequest) -> list[Tool]:
     return tools
 
 
-class Responses:
-    """A checked request. The events of its stream also build the response in one piece."""
+class ResponsesGeneration:
+    """Answers one request that has been checked; see `Generation`. The events of its stream also build the response."""
 
     def __init__(
         self, frontend: Frontend, request: ResponsesRequest, prompt: Prompt, max_tokens: int, key: str
@@ -91,7 +204,7 @@ class Responses:
         self._status, self._why = "in_progress", ""
         self._identity, self._created = new_id("resp_"), int(time.time())
 
-    def _answer(self) -> dict[str, Any]:
+    def _response(self) -> dict[str, Any]:
         request = self._request
         return {
             "id": self._identity,
@@ -126,8 +239,8 @@ class Responses:
         events = self._close()
         self._open = item
         self._output.append(item)
-        shown = {**item, "content": []} if "content" in item else dict(item)
-        events.append({"type": "response.output_item.added", "output_index": self._index, "item": shown})
+        added = {**item, "content": []} if "content" in item else dict(item)
+        events.append({"type": "response.output_item.added", "output_index": self._index, "item": added})
         if "content" in item:
             events.append(self._part_event("response.content_part.added", part={**item["content"][0], "text": ""}))
         return events
@@ -158,8 +271,8 @@ class Responses:
             ]
         return [*events, {"type": "response.output_item.done", "output_index": self._index, "item": dict(item)}]
 
-    def _grow(self, kind: str, text: str) -> list[Event]:
-        """Append text to the message or to the thoughts, opening a new item if another one is open."""
+    def _append(self, kind: str, text: str) -> list[Event]:
+        """Append text to the message or to the reasoning, opening a new item if another one is open."""
         events = []
         if self._open is None or self._open["type"] != kind:
             if kind == "reasoning":
@@ -181,7 +294,7 @@ class Responses:
             return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
         return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=[])]
 
-    def _call(self, part: dict[str, Any]) -> list[Event]:
+    def _append_call(self, part: dict[str, Any]) -> list[Event]:
         events = []
         if "id" in part:
             item = {"id": new_id("fc_"), "type": "function_call", "status": "in_progress", "call_id": part["id"]}
@@ -191,17 +304,17 @@ class Responses:
         self._open["arguments"] += arguments
         return [*events, self._part_event("response.function_call_arguments.delta", delta=arguments)]
 
-    def _events_of(self, delta: Delta) -> list[Event]:
+    def _parse(self, delta: MessageDelta) -> list[Event]:
         events = []
-        if delta.thoughts:
-            events += self._grow("reasoning", delta.thoughts)
+        if delta.reasoning:
+            events += self._append("reasoning", delta.reasoning)
         if delta.content:
-            events += self._grow("message", delta.content)
+            events += self._append("message", delta.content)
         for part in delta.calls:
-            events += self._call(part)
+            events += self._append_call(part)
         if delta.finish is not None:
             if not self._output:
-                events += self._grow("message", "")
+                events += self._append("message", "")
             cut = delta.finish == "length"
             self._status = "incomplete" if cut else "completed"
             self._why = "max_output_tokens" if cut else ""
@@ -211,21 +324,14 @@ class Responses:
     # Answers -----------------------------------------------------------------------------------------------
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        yield {"type": "response.created", "response": self._answer()}
-        yield {"type": "response.in_progress", "response": self._answer()}
-        request, last = self._request, None
-        found = deltas(
-            self._frontend,
-            request,
-            self._prompt,
-            max_tokens=self._max_tokens,
-            several=request.parallel_tool_calls is not False,
-            key=self._key,
-        )
-        async with aclosing(found):
-            async for delta in found:
-                last = delta.piece
-                for each in self._events_of(delta):
+        yield {"type": "response.created", "response": self._response()}
+        yield {"type": "response.in_progress", "response": self._response()}
+        last = None
+        deltas = generate_messages(self._frontend, self._request, self._prompt, self._max_tokens, key=self._key)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                last = delta.text
+                for each in self._parse(delta):
                     yield each
         assert last is not None
         prompt = len(self._prompt.tokens)
@@ -236,25 +342,15 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + last.count,
         }
-        yield {"type": f"response.{self._status}", "response": self._answer()}
+        yield {"type": f"response.{self._status}", "response": self._response()}
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece.
-
-        Raises:
-            AnyAccelError, ApiError: see `Engine.generate`.
-        """
+    async def response(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
-        return self._answer()
+        return self._response()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, as it comes.
-
-        Raises:
-            AnyAccelError, ApiError: see `Engine.generate`; before the answer's first token.
-        """
         waiting: list[bytes] = []  # held back until the first token, so that an error before it gets an HTTP status
         number = 0
         try:
@@ -268,46 +364,10 @@ class Responses:
         except (AnyAccelError, ApiError) as error:
             if number <= 2:
                 raise
-            said = api_error(error)
+            reported = api_error(error)
             self._status = "failed"
-            failed = {**self._answer(), "error": {"code": said.code or "server_error", "message": said.message}}
+            failed = {
+                **self._response(),
+                "error": {"code": reported.code or "server_error", "message": reported.message},
+            }
             yield event({"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed")
-
-
-async def responses(frontend: Frontend, request: ResponsesRequest, key: str) -> Responses:
-    """Check a request, and make its prompt.
-
-    Raises:
-        ApiError: it cannot be answered.
-    """
-    frontend.check_model(request.model)
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise wrong(name, "is not supported, as this server keeps no answers: send the conversation in input")
-    if request.background:
-        raise wrong("background", "is not supported, as this server keeps no answers")
-    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
-        raise wrong("top_logprobs", "is not supported here; /v1/chat/completions has them")
-    form = request.text.format if request.text else None
-    wanted = None
-    if form is not None:
-        # The schema is a field of `text.format`, as it may be of `response_format` beside json_object.
-        if form.type == "json_schema" and form.json_schema is None:
-            raise wrong("text.format.schema", "is required in a format of type json_schema")
-        wanted = None if form.type == "text" else ResponseFormat(type="json_object", schema=form.json_schema)
-    choice: str | NamedTool | None
-    if isinstance(request.tool_choice, NamedFunction):
-        choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))
-    else:
-        choice = request.tool_choice
-    prompt = await prompt_of(
-        frontend,
-        messages_of(request),
-        _tools(request),
-        choice,
-        request.parallel_tool_calls,
-        response_grammar(wanted, "text.format"),
-        request.chat_template_kwargs,
-    )
-    room = answer_room(frontend, prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")
-    return Responses(frontend, request, prompt, room, key)

@@ -4,60 +4,107 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.protocol.errors import ApiError, api_error, invalid
-from anyaccel.serve.protocol.json_text import DONE, event, from_json, to_json
-from anyaccel.serve.protocol.limits import Limits
+from anyaccel.serve.protocol.limits import HttpLimits
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 logger = logging.getLogger("anyaccel.serve")
 
+DONE = b"data: [DONE]\n\n"
 # The head of a stream is held back for so many seconds, so that an early error (a full queue) gets an HTTP status.
 _HEAD_DELAY_S = 1.0
 # An empty event, which clients ignore. Not a comment: vLLM's client strips trailing white space, which would join the
 # comment and the first event in one line, and lose both.
 _KEEP_ALIVE = b"\n"
+_DISCARD_S = 2.0  # a refused client may send on for this long
 
 
 class ClientGoneError(Exception):
     """The client has closed its connection."""
 
 
-def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer of JSON."""
-    return Response(to_json(value), status, headers, "application/json")
+# JSON -----------------------------------------------------------------------------------------------------
 
 
-def error_answer(error: BaseException) -> Response:
-    """The response to a request that has failed; unexpected errors go to the log."""
-    said = api_error(error)
-    if said.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
-        logger.error("a request has failed", exc_info=error)
-    headers = said.headers()
-    if said.status in (401, 403, 408, 413, 415):
-        headers["connection"] = "close"  # the rest of the body is not read
-    return json_answer(said.body(), said.status, headers)
+def to_json(value: Any) -> bytes:
+    """A value as JSON, in UTF-8."""
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="null")  # takes a fifth of json.dumps' time
+    except ValueError:  # a lone surrogate, which UTF-8 cannot have but a JSON escape can
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+def event(value: Any, name: str = "") -> bytes:
+    """Encode one event of a stream (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, to_json(value))
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _parse_json(body: bytes) -> Any:
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)  # NaN and Infinity
+    except RecursionError:
+        raise ApiError(400, "the body is JSON that is nested too deep") from None
+    except ValueError as error:  # UnicodeDecodeError and numbers of thousands of digits too
+        raise ApiError(400, f"the body is no JSON ({str(error)[:200]})") from None
+
+
+# Requests -------------------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, limits: HttpLimits) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is too large, comes too slowly, or is not said to be JSON.
+        ApiError: it is too large, comes too slowly, or is not declared as JSON.
         ClientGoneError: it ends in the middle.
     """
+    try:
+        _check_body_headers(request, limits)
+    except ApiError:
+        await discard_body(request.scope, request.receive, limits)
+        raise
+    parts: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
+                if size > limits.body:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
+    if size > limits.body:
+        if more:
+            await discard_body(request.scope, request.receive, limits)
+        raise _body_too_large(limits)
+    return b"".join(parts)
+
+
+def _check_body_headers(request: Request, limits: HttpLimits) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers let the pages of other sites send other content types without a preflight request.
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -65,33 +112,36 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", ""):
         raise ApiError(415, f"the body must come as it is, without Content-Encoding: {coding[:40]}")
-    too_large = ApiError(413, f"the body is larger than {limits.body} bytes")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limits.body:
-        raise too_large
-    parts: list[bytes] = []
+        raise _body_too_large(limits)
+
+
+def _body_too_large(limits: HttpLimits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body} bytes")
+
+
+async def discard_body(scope: Scope, receive: Receive, limits: HttpLimits) -> None:
+    """Read the rest of a refused request's body, within bounds, before its response.
+
+    To close the connection while the client sends would reset it, and the client might lose the response.
+    """
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        return  # the client waits for the response before it sends
     size = 0
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > limits.body:
-                    raise too_large
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return b"".join(parts)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while size <= 4 * limits.body and (message := await receive()).get("more_body"):
+                size += len(message["body"])
 
 
-async def read(request: Request, shape: type[B], limits: Limits) -> B:
+async def read(request: Request, shape: type[B], limits: HttpLimits) -> B:
     """The body of a request, validated.
 
     Raises:
         ApiError: it is something else; the error names the field.
     """
-    given = from_json(await read_body(request, limits))
+    given = _parse_json(await read_body(request, limits))
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object")
     try:
@@ -102,8 +152,26 @@ async def read(request: Request, shape: type[B], limits: Limits) -> B:
         raise ApiError(400, "the body is JSON that is nested too deep") from None
 
 
-async def gone(receive: Receive) -> None:
-    """Wait until the client has closed its connection."""
+# Responses ------------------------------------------------------------------------------------------------
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def error_answer(error: BaseException) -> Response:
+    """The response to a request that has failed; unexpected errors go to the log."""
+    answer = api_error(error)
+    if answer.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
+        logger.error("a request has failed", exc_info=error)
+    body, headers = to_json(answer.body()), answer.headers()
+    if answer.status in (408, 413, 415):  # the rest of the body is not read
+        headers["connection"] = "close"
+    return Response(body, answer.status, headers, "application/json")
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -115,14 +183,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         ClientGoneError: the client has gone.
     """
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(gone(receive))
+    gone = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGoneError
     finally:
-        await _cancel(task, watch)
+        await _cancel(task, gone)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
@@ -131,18 +199,21 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Events:
+class EventStream:
     """A response as a stream of server-sent events.
 
     The head is sent with the first event, so that an error before it gets an HTTP status. If no event comes soon, the
     head is sent without one, and blank lines keep proxies from closing the connection.
+
+    Args:
+        done: the event that ends a stream which an error has cut.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], limits: Limits, done: bytes = DONE) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], limits: HttpLimits, done: bytes = DONE) -> None:
         self._events = events
         self._limits = limits
         self._done = done
-        self._begun = False
+        self._started = False
         self._sent_at = 0.0
         self._writing = asyncio.Lock()
 
@@ -150,22 +221,22 @@ class Events:
         self._send = send
         self._send_part = scope.get("anyaccel.parts", send)
         pump = asyncio.create_task(self._pump())
-        left = asyncio.create_task(gone(receive))
-        watch = asyncio.create_task(self._keep_alive(scope.get("anyaccel.half") or asyncio.Event()))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        stuck = asyncio.create_task(self._keep_alive())
         try:
-            await asyncio.wait((pump, left, watch), return_when=asyncio.FIRST_COMPLETED)
-            if left.done():
+            await asyncio.wait((pump, gone, stuck), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
                 return  # closing the events, below, ends the request in the engine
-            if watch.done():
+            if stuck.done():
                 await _cancel(pump)
                 logger.info("a client took nothing of its answer for %g s", self._limits.send_seconds)
-                scope.get("anyaccel.abort", lambda: left.cancel())()
-                await asyncio.wait((left,))
+                scope.get("anyaccel.abort", gone.cancel)()
+                await asyncio.wait((gone,))
                 return
-            await _cancel(watch)
+            await _cancel(stuck)
             await self._finish(pump, scope, receive)
         finally:
-            await _cancel(pump, left, watch)
+            await _cancel(pump, gone, stuck)
             with suppress(Exception):
                 await self._events.aclose()
 
@@ -174,7 +245,7 @@ class Events:
         error = pump.exception()
         if error is None:
             await self._write(b"", last=True)
-        elif not self._begun:
+        elif not self._started:
             await error_answer(error)(scope, receive, self._send)
         else:
             if not isinstance(error, AnyAccelError | ApiError):
@@ -185,40 +256,32 @@ class Events:
         async for data in self._events:
             await self._write(data)
 
-    async def _keep_alive(self, half: asyncio.Event) -> None:
-        """Send keep-alive lines while no event comes; return when the client does not receive any more.
-
-        Args:
-            half: set when the client has closed its sending side: only sending shows then whether it is still there.
-        """
+    async def _keep_alive(self) -> None:
+        """Send blank lines while no event comes; return when the client does not receive any more."""
         limits = self._limits
         wait = min(_HEAD_DELAY_S, limits.send_seconds)
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await half.wait()
-            show = half.is_set()
-            half = asyncio.Event() if show else half
+            await asyncio.sleep(wait)
             idle = time.monotonic() - self._sent_at
             if self._writing.locked():
                 if idle >= limits.send_seconds:
                     return
                 wait = limits.send_seconds - idle
                 continue
-            if show or idle >= limits.alive_seconds or not self._begun:
-                with suppress(TimeoutError):
+            if idle >= limits.alive_seconds or not self._started:
+                try:
                     async with asyncio.timeout(limits.send_seconds):
                         await self._write(_KEEP_ALIVE)
-                    idle = 0.0
-                if idle:
+                except TimeoutError:
                     return
+                idle = 0.0
             wait = min(limits.alive_seconds - idle, limits.send_seconds)
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         async with self._writing:
             self._sent_at = time.monotonic()
-            if not self._begun:
-                self._begun = True
+            if not self._started:
+                self._started = True
                 headers = [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"cache-control", b"no-cache"),

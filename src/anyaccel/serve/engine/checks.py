@@ -10,7 +10,7 @@ from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.generate import LEAST_TEMPERATURE
-from anyaccel.serve.interface import GenerationRequest, ModelFacts, Sampling
+from anyaccel.serve.interface import GenerationRequest, ModelFacts, SamplingParams
 
 MOST_LOGPROBS = 100
 _MOST_BIASES = 1024
@@ -45,7 +45,7 @@ def _check_count(name: str, count: int | None) -> None:
         raise UsageError(f"{name}={count}: must be from 0 to {MOST_LOGPROBS}")
 
 
-def _check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
+def _check_sampling(sampling: SamplingParams, facts: ModelFacts) -> None:
     def within(name: str, least: float, most: float, words: str) -> None:
         value = getattr(sampling, name)
         if not (math.isfinite(value) and least <= value <= most):

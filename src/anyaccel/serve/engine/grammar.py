@@ -18,7 +18,7 @@ from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.serve.interface import Grammar, GrammarError
-from anyaccel.serve.json_schema import fault
+from anyaccel.serve.json_schema import find_problem
 
 _MOST_BYTES = 1 << 18  # of a grammar
 # White space between the parts of JSON. It is bounded, as a small model may otherwise generate nothing else.
@@ -150,7 +150,7 @@ class Grammars:
             if said := self._matcher(part)[1]:
                 return self._error(part, said)
         if grammar.kind == "json_schema":
-            path, problem = fault(
+            path, problem = find_problem(
                 json.loads(grammar.text), lambda schema: self._matcher(Grammar("json_schema", json.dumps(schema)))[1]
             )
             problem = f"{path}: {problem}" if path else problem

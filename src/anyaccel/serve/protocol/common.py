@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's shapes at the edge: what requests have in common. pydantic checks them, and the OpenAPI document is of them.
+"""The shapes that requests of several APIs share: how to generate, and conversations.
 
-A field that is not here is ignored, as OpenAI does; one that is wrong is an error that names it. Defaults are OpenAI's;
-what is vLLM's extension has vLLM's name.
+pydantic checks them, and the OpenAPI document is made of them. A field that is not here is ignored, as OpenAI does; one
+that is wrong is an error that names it. Defaults are OpenAI's; vLLM's extensions have vLLM's names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from anyaccel.serve.protocol import limits
 
 Text = Annotated[str, Field(max_length=8 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MOST_STOP_LENGTH)]
 Logprobs = Annotated[int, Field(ge=0, le=limits.MOST_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -83,6 +84,16 @@ class GenerationFields(Shape):
     # Ours: seconds until the answer has to be complete.
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
+    @property
+    def answer_count(self) -> int:
+        """How many answers to each prompt are wanted."""
+        return 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end an answer."""
+        return []
+
 
 class SamplingFields(GenerationFields):
     """What chat and plain completions add."""
@@ -100,31 +111,80 @@ class SamplingFields(GenerationFields):
     guided_choice: Choices | None = None
     guided_grammar: Lark | None = None
 
+    @property
+    def answer_count(self) -> int:
+        return self.n or 1
 
-# What is answered -----------------------------------------------------------------------------------------
-
-
-class PromptDetails(Shape):
-    cached_tokens: int
-
-
-class CompletionDetails(Shape):
-    reasoning_tokens: int
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
-class PredictionDetails(Shape):
-    """Of tokens that were guessed (`--draft`): how many were right; only where some were."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+# Conversations --------------------------------------------------------------------------------------------
 
 
-class Usage(Shape):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: PredictionDetails | None = None
+class ContentPart(Shape):
+    """Text; other kinds are refused by name, and nothing that they point to is read."""
+
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+class CalledFunction(Shape):
+    name: str
+    arguments: Text
+
+
+class ToolCall(Shape):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Shape):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Text | None = None
+
+
+class Function(Shape):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Shape):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Shape):
+    name: str
+
+
+class NamedTool(Shape):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TemplateFields(Shape):
+    """What vLLM's requests say of the model's chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MOST_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=limits.MOST_TOOLS)]
+
+
+# Errors ---------------------------------------------------------------------------------------------------
 
 
 class ErrorBody(Shape):
@@ -135,87 +195,6 @@ class ErrorBody(Shape):
 
 
 class ErrorAnswer(Shape):
-    """What every failed request gets, whatever failed."""
+    """The body of every response to a request that has failed."""
 
     error: ErrorBody
-
-
-class SamplingDefaults(Shape):
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-
-
-class Model(Shape):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
-    default_sampling_params: SamplingDefaults
-
-
-class Models(Shape):
-    object: Literal["list"]
-    data: list[Model]
-
-
-# Small requests -------------------------------------------------------------------------------------------
-
-_Tokens = Annotated[list[TokenId], Field(min_length=1)]
-_NotEmpty = Annotated[str, Field(min_length=1, max_length=8 << 20)]
-
-
-class EmbeddingRequest(Shape):
-    """`POST /v1/embeddings`. `pooling` is ours: the mean of the text's hidden states, or the last one."""
-
-    input: (
-        _NotEmpty
-        | _Tokens
-        | Annotated[list[_NotEmpty], Field(min_length=1, max_length=limits.MOST_INPUTS)]
-        | Annotated[list[_Tokens], Field(min_length=1, max_length=limits.MOST_INPUTS)]
-    )
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    pooling: Literal["mean", "last"] | None = None
-    user: str | None = None
-
-
-class Embedding(Shape):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(Shape):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embeddings(Shape):
-    object: Literal["list"]
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
-
-
-class DetokenizeRequest(Shape):
-    """`POST /detokenize`, as vLLM has it."""
-
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 21)]
-    model: str | None = None
-
-
-class Detokenized(Shape):
-    prompt: str
-
-
-class Tokenized(Shape):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    token_strs: list[str] | None = None

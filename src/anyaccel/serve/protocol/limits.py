@@ -24,7 +24,7 @@ MOST_VALUES: Final = 16_384  # of a template's own variables, as JSON
 
 
 @dataclass(frozen=True)
-class Limits:
+class HttpLimits:
     """Bounds on a connection, in bytes and seconds.
 
     Attributes:

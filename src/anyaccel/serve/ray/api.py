@@ -11,13 +11,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
-from anyaccel.serve.api.http import application
+from anyaccel.serve.api.application import application
 from anyaccel.serve.ray.options import Options
 from anyaccel.serve.ray.remote import RemoteEngine
-from anyaccel.serve.requests.defaults import Defaults, read_defaults
+from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 from anyaccel.serve.requests.frontend import Frontend
-from anyaccel.serve.requests.texts import Texts
-from anyaccel.serve.requests.tools import FORMATS
+from anyaccel.serve.requests.tokenizer import ServerTokenizer
+from anyaccel.serve.requests.tools.formats import FORMATS
 
 
 class Api:
@@ -28,17 +28,17 @@ class Api:
     async def __init__(self, options: Options, model: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tokenizer = await asyncio.to_thread(load_text_tokenizer, options.path(), lambda text: None)
         reads = options.generation_config == "auto"
-        defaults = await asyncio.to_thread(read_defaults, options.path()) if reads else Defaults()
+        defaults = await asyncio.to_thread(read_defaults, options.path()) if reads else SamplingDefaults()
         facts = await model.facts.remote()  # once a replica has loaded the model
         self._engine = RemoteEngine(model, facts, options.request_timeout)
         frontend = Frontend(
             self._engine,
-            Texts(tokenizer),
+            ServerTokenizer(tokenizer),
             options.names,
             options.aliases,
             root=options.path().name,
             pooling=options.pooling,
-            tools=FORMATS.get(options.tool_format),
+            tool_format=FORMATS.get(options.tool_format),
             defaults=defaults,
         )
         keys = [key.get_secret_value() for key in options.api_key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the engine's tokens to pieces of text, for every kind of request."""
+"""From the engine's tokens to text, and from text to reasoning, content and tool calls, while an answer comes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.text.stopping import Detokenizer, StopFilter
-from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, TokenLogprob
+from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, Grammar, TokenLogprob
+from anyaccel.serve.protocol.common import GenerationFields
+from anyaccel.serve.requests.conversation import Prompt
+from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.metrics import Metrics
+from anyaccel.serve.requests.reasoning import ReasoningParser
+from anyaccel.serve.requests.tools.parser import ToolCallArrayParser, ToolCallParser
+
+# Text -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """The new part of one answer.
 
     Attributes:
@@ -26,7 +33,7 @@ class Piece:
         logprobs: one for each new token, if they were asked for.
         count: tokens of the answer so far.
         prompt_logprobs, cached, drafts: see `Chunk`.
-        finish: "stop" or "length" in the last piece.
+        finish: "stop" or "length" in the last one.
     """
 
     index: int
@@ -48,7 +55,7 @@ class AnswerText:
         stops: strings that end the answer.
         keep_stop: whether the text includes the token or string that has ended the answer.
         before: tokens that the answer continues.
-        quiet: the number of tokens within which a stop string has no effect.
+        min_tokens: the number of tokens within which a stop string has no effect.
     """
 
     def __init__(
@@ -58,64 +65,110 @@ class AnswerText:
         stops: Sequence[str] = (),
         keep_stop: bool = False,
         before: Sequence[int] = (),
-        quiet: int = 0,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(decode, before)
         self._filter = StopFilter(stops) if stops else None
         self._ends = ends
         self._keep_stop = keep_stop
-        self._quiet = quiet
+        self._min_tokens = min_tokens
         self.count = 0
-        self.cached = 0
+        self._cached = 0
 
-    def add(self, chunk: Chunk, index: int = 0) -> Piece:
+    def add(self, chunk: Chunk, index: int = 0) -> TextDelta:
         """The text and counts that this chunk adds."""
-        return replace(self._convert(chunk, index), drafts=chunk.drafts)
-
-    def _convert(self, chunk: Chunk, index: int) -> Piece:
-        tokens = chunk.tokens
-        self.cached = max(self.cached, chunk.cached_tokens)
-        ended = chunk.finish == "stop" and tokens and tokens[-1] in self._ends and not self._keep_stop
-        shown = tokens[:-1] if ended else tokens
-        finish = None if chunk.finish is None else str(chunk.finish)
+        tokens, logprobs, finish = chunk.tokens, chunk.logprobs, cast("str | None", chunk.finish)
+        self._cached = max(self._cached, chunk.cached_tokens)
+        ended = finish == "stop" and tokens and tokens[-1] in self._ends and not self._keep_stop
+        visible = tokens[:-1] if ended else tokens
         if self._filter is None:
             self.count += len(tokens)
-            text = self._detokenizer.extend(shown) if shown else ""
+            text = self._detokenizer.extend(visible) if visible else ""
             if finish is not None:
                 text += self._detokenizer.finish()
-            return Piece(index, text, chunk.logprobs, self.count, self.cached, chunk.prompt_logprobs, finish)
-        text = ""
-        for place, token in enumerate(shown):
-            text += self._apply_stops(self._detokenizer.add(token))
+        else:
+            before = self.count
+            text = self._text_until_stop(visible, self._filter)
             if self._filter.stopped:
-                logprobs = chunk.logprobs[: place + 1]
-                return Piece(index, text, logprobs, self.count, self.cached, chunk.prompt_logprobs, "stop")
-        self.count += len(tokens) - len(shown)
-        if finish is not None:
-            text += self._apply_stops(self._detokenizer.finish(), False)
-            if self._filter.stopped:
-                finish = "stop"
+                finish, logprobs = "stop", logprobs[: self.count - before]
             else:
-                text += self._filter.finish()
-        return Piece(index, text, chunk.logprobs, self.count, self.cached, chunk.prompt_logprobs, finish)
+                self.count += len(tokens) - len(visible)
+                if finish is not None:
+                    text += self._apply_stops(self._detokenizer.finish(), self._filter)
+                    finish = "stop" if self._filter.stopped else finish
+                    text += self._filter.finish()
+        return TextDelta(index, text, logprobs, self.count, self._cached, chunk.prompt_logprobs, finish, chunk.drafts)
 
-    def _apply_stops(self, text: str, counts: bool = True) -> str:
-        assert self._filter is not None
-        self.count += counts
-        if self.count < self._quiet or not text:
+    def _text_until_stop(self, tokens: Sequence[int], stops: StopFilter) -> str:
+        text = ""
+        for token in tokens:
+            self.count += 1
+            text += self._apply_stops(self._detokenizer.add(token), stops)
+            if stops.stopped:
+                break
+        return text
+
+    def _apply_stops(self, text: str, stops: StopFilter) -> str:
+        if self.count < self._min_tokens or not text:
             return text
-        shown = self._filter.add(text)
-        return shown + self._filter.found if self._filter.stopped and self._keep_stop else shown
+        text = stops.add(text)
+        return text + stops.found if stops.stopped and self._keep_stop else text
 
 
-async def pieces(
-    engine: Engine, request: GenerationRequest, text: AnswerText, index: int, metrics: Metrics
-) -> AsyncGenerator[Piece, None]:
-    """One answer; closing the generator ends it in the engine.
+def generate_texts(
+    frontend: Frontend,
+    request: GenerationFields,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    *,
+    key: str,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
+    special: bool = False,
+    continues: bool = True,
+) -> AsyncGenerator[TextDelta, None]:
+    """The answers as they come, numbered as OpenAI does: n answers to the first prompt, then n answers to the second.
+
+    Args:
+        special: whether the text shows special tokens.
+        continues: whether the text continues that of the prompt, so that its first space counts.
 
     Raises:
-        AnyAccelError: see `Engine.generate`.
+        AnyAccelError, ApiError: see `Engine.generate`.
     """
+    tokenizer, count = frontend.tokenizer, request.answer_count
+    special = special or request.skip_special_tokens is False
+    decode = tokenizer.decode_with_special if special else tokenizer.decode
+    streams = []
+    for index in range(len(prompts) * count):
+        prompt = prompts[index // count]
+        generation = frontend.generation_request(
+            request,
+            prompt,
+            max_tokens,
+            index=index,
+            key=key,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        )
+        text = AnswerText(
+            decode,
+            generation.ends,
+            request.stop_strings,
+            bool(request.include_stop_str_in_output),
+            prompt if continues else (),
+            generation.min_tokens,
+        )
+        streams.append(_generate_text(frontend.engine, generation, text, index, frontend.metrics))
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _generate_text(
+    engine: Engine, request: GenerationRequest, text: AnswerText, index: int, metrics: Metrics
+) -> AsyncGenerator[TextDelta, None]:
+    """One answer; closing the generator ends it in the engine."""
     start = last = time.monotonic()
     count = 0
     finish = "abort"  # the client has gone, unless a finish reason or an error replaces this
@@ -133,11 +186,11 @@ async def pieces(
                     count, last = count + len(chunk.tokens), now
                 if chunk.finish == "abort":
                     raise EngineStoppedError("the server is shutting down")
-                piece = text.add(chunk, index)
-                if piece.finish is not None:
-                    finish = piece.finish
-                yield piece
-                if piece.finish is not None:
+                delta = text.add(chunk, index)
+                if delta.finish is not None:
+                    finish = delta.finish
+                yield delta
+                if delta.finish is not None:
                     return
         raise EngineStoppedError("the engine has ended in the middle of an answer; send the request again")
     except AnyAccelError:
@@ -147,13 +200,9 @@ async def pieces(
         metrics.finished(finish, time.monotonic() - start, len(request.prompt), text.count)
 
 
-def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of several answers as they come; closing this generator closes all of them."""
-    return streams[0] if len(streams) == 1 else _merged(streams)
-
-
-async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    steps: dict[asyncio.Task[Any], AsyncGenerator[Piece, None]] = {}
+async def _merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
+    """The parts of several answers as they come; closing this generator closes all of them."""
+    steps: dict[asyncio.Task[Any], AsyncGenerator[TextDelta, None]] = {}
     try:
         for stream in streams:
             steps[asyncio.create_task(_next(stream))] = stream
@@ -161,10 +210,10 @@ async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenera
             done, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
             for step in done:
                 stream = steps.pop(step)
-                piece = step.result()
-                if piece is not None:
+                delta = step.result()
+                if delta is not None:
                     steps[asyncio.create_task(_next(stream))] = stream
-                    yield piece
+                    yield delta
     finally:
         for step in steps:
             step.cancel()
@@ -173,5 +222,101 @@ async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenera
             await stream.aclose()
 
 
-async def _next(stream: AsyncGenerator[Piece, None]) -> Piece | None:
+async def _next(stream: AsyncGenerator[TextDelta, None]) -> TextDelta | None:
     return await anext(stream, None)
+
+
+# Messages -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """The new part of one answer, divided into content, reasoning and calls.
+
+    Attributes:
+        text: the part itself, with its log-probabilities and counts.
+        calls: parts of calls, in the form of a stream's deltas.
+    """
+
+    text: TextDelta
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+
+
+class AnswerParser:
+    """Parses one answer while it comes."""
+
+    def __init__(self, prompt: Prompt, frontend: Frontend) -> None:
+        self._reasoning = None if prompt.reasoning is None else ReasoningParser(prompt.reasoning)
+        self._calls: ToolCallParser | ToolCallArrayParser | None = None
+        self._function = ""  # the one whose arguments the answer is
+        if prompt.calls == "text":
+            self._calls = ToolCallParser(frontend.tool_format, prompt.names)
+        elif prompt.calls == "array":
+            self._calls = ToolCallArrayParser()
+        else:
+            self._function = prompt.calls
+        self._several = prompt.several
+        self._short_ids = frontend.tool_format.short_ids
+        self._count = 0
+
+    def add(self, text: TextDelta) -> MessageDelta:
+        """The parsed form of the next part."""
+        last = text.finish is not None
+        delta = MessageDelta(text, finish=text.finish)
+        rest = text.text
+        if self._reasoning is not None:
+            delta.reasoning, rest = self._reasoning.add(rest, last)
+        if self._function:
+            if not self._count and (rest or last):
+                delta.calls.append(self._new_call(self._function, rest))
+            elif rest:
+                delta.calls.append({"index": 0, "function": {"arguments": rest}})
+        elif self._calls is not None:
+            delta.content, found = self._calls.add(rest, last)
+            for call in found:
+                if self._several or not self._count:
+                    delta.calls.append(self._new_call(call.name, call.arguments))
+        else:
+            delta.content = rest
+        if self._count and delta.finish == "stop":
+            delta.finish = "tool_calls"
+        return delta
+
+    def _new_call(self, name: str, arguments: str) -> dict[str, Any]:
+        index, self._count = self._count, self._count + 1
+        identity = new_id("")[:9] if self._short_ids else new_id("call_")
+        return {"index": index, "id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+async def generate_messages(
+    frontend: Frontend,
+    request: GenerationFields,
+    prompt: Prompt,
+    max_tokens: int,
+    *,
+    key: str,
+    logprobs: int | None = None,
+) -> AsyncGenerator[MessageDelta, None]:
+    """The answers to a conversation as they come.
+
+    Raises:
+        AnyAccelError, ApiError: see `Engine.generate`.
+    """
+    texts = generate_texts(
+        frontend,
+        request,
+        [prompt.tokens],
+        max_tokens,
+        key=key,
+        logprobs=logprobs,
+        grammar=prompt.grammar,
+        special=prompt.calls == "text" and frontend.tool_format.special,
+        continues=prompt.continues,
+    )
+    parsers = [AnswerParser(prompt, frontend) for _ in range(request.answer_count)]
+    async with aclosing(texts):
+        async for text in texts:
+            yield parsers[text.index].add(text)

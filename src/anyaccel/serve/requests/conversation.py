@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a conversation to a prompt, and from an answer's text to thoughts, content and calls, for chat and responses."""
+"""From a conversation to a prompt: messages in the form that the model's chat template takes, tools, and a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from anyaccel.serve.interface import Grammar
-from anyaccel.serve.protocol.chat import Message, NamedTool, Tool
-from anyaccel.serve.protocol.common import GenerationFields
+from anyaccel.serve.protocol import limits
+from anyaccel.serve.protocol.common import ChatMessage, ContentPart, NamedTool, TemplateFields, Tool
 from anyaccel.serve.protocol.errors import ApiError, wrong
-from anyaccel.serve.requests.answer_grammar import answer_grammar, parameter_grammars, required_calls
-from anyaccel.serve.requests.answers import AnswerText, Piece, merged, pieces
 from anyaccel.serve.requests.frontend import Frontend, new_id
-from anyaccel.serve.requests.reasoning import BEGIN, END, Thoughts
-from anyaccel.serve.requests.rendering import Ending, rendered, text_of
-from anyaccel.serve.requests.tools import CallsInArray, CallsInText
+from anyaccel.serve.requests.reasoning import BEGIN, END
+from anyaccel.serve.requests.structured import answer_grammar, nesting_depth, parameter_grammars, required_calls
+from anyaccel.serve.requests.tools.formats import instructions
+
+# The prompt opens an answer, adds nothing, or leaves the last message open.
+Ending = Literal["answer", "none", "continue"]
 
 
 @dataclass(frozen=True)
@@ -25,53 +26,55 @@ class Prompt:
     """A conversation as tokens, and how to parse its answer.
 
     Attributes:
-        thoughts: whether the prompt has opened the model's thoughts; None: the model writes none.
+        reasoning: whether the prompt has opened the model's reasoning; None: the model writes none.
         calls: "": the answer has no calls; "text": it has calls in the model's format; "array": a grammar makes it a
             list of calls; otherwise the name of the one function whose arguments the answer is.
+        several: whether an answer may have more than one call.
         grammar: the constraint on the answer.
         names: the functions that may be called.
-        goes_on: whether the answer continues the last message.
+        continues: whether the answer continues the last message.
     """
 
     tokens: list[int]
-    thoughts: bool | None
+    reasoning: bool | None
     calls: str = ""
+    several: bool = True
     grammar: Grammar | None = None
     names: frozenset[str] = frozenset()
-    goes_on: bool = False
+    continues: bool = False
 
 
-def described_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+def describe_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """The functions in the form that chat templates take."""
     return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools or ()]
 
 
-async def prompt_of(
+async def build_prompt(
     frontend: Frontend,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    choice: str | NamedTool | None,
-    parallel: bool | None,
-    grammar: Grammar | None,
-    more: Mapping[str, Any] | None,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    choice: str | NamedTool | None = None,
+    parallel: bool | None = None,
+    grammar: Grammar | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     ending: Ending = "answer",
 ) -> Prompt:
     """The prompt of a conversation.
 
     Args:
-        parallel: whether an answer may have more than one call. Without a word about it (None), one that is required
-            has one: models of any size would go on with what a grammar lets them.
-        grammar: what the request holds the message to. An answer may be a call instead, or has to be.
+        parallel: whether an answer may have more than one call. Where a request leaves it out, a call that is required
+            is one: models of any size would go on as long as a grammar lets them.
+        grammar: the constraint on the message. An answer may be a call instead, or has to be.
 
     Raises:
         ApiError: the conversation, the tools or the choice cannot be used.
     """
-    described = described_tools(tools)
+    described = describe_tools(tools)
+    names = [each["function"]["name"] for each in described]
     arguments = parameter_grammars(described)
     calls = "text" if described and choice != "none" else ""
     if isinstance(choice, NamedTool):
         calls = choice.function.name
-        names = [each["function"]["name"] for each in described]
         if calls not in names:
             raise wrong("tool_choice", f"no function {calls[:64]!r} in tools")
         grammar = arguments[names.index(calls)]
@@ -80,125 +83,209 @@ async def prompt_of(
             raise wrong("tool_choice", '"required" needs tools')
         calls = "array"
         grammar = required_calls(described, None if parallel else 1)
-    text = rendered(frontend, messages, described if choice != "none" else [], more, ending)
+    text = render(frontend, messages, described if choice != "none" else [], template_kwargs, ending)
     inside = text.rstrip().endswith(BEGIN)
     if ending == "continue":
-        last = text_of(messages[-1].content, "")
+        last = content_text(messages[-1].content, "")
         inside = last.rfind(BEGIN) > last.rfind(END)
-    thoughts = inside if frontend.thinking else None
+    reasoning = inside if frontend.reasoning else None
+    several = parallel is not False
     if grammar is not None:
-        form = frontend.format if calls == "text" else None
-        grammar = answer_grammar(grammar, thoughts, frontend.texts.token_of, form, described, parallel is not False)
-    functions = frozenset(each["function"]["name"] for each in described)
-    tokens = await frontend.texts.encode(text, False)
-    return Prompt(tokens, thoughts, calls, grammar, functions, ending == "continue")
+        form = frontend.tool_format if calls == "text" else None
+        grammar = answer_grammar(grammar, reasoning, frontend.tokenizer.token_id, form, described, several)
+    tokens = await frontend.tokenizer.encode(text, False)
+    return Prompt(tokens, reasoning, calls, several, grammar, frozenset(names), ending == "continue")
 
 
-@dataclass(slots=True)
-class Delta:
-    """A piece of an answer, divided into content, thoughts and calls.
+def prompt_ending(request: TemplateFields) -> Ending:
+    """The options about the end of a conversation's prompt, with vLLM's meanings.
 
-    Attributes:
-        piece: the piece itself, with its log-probabilities and counts.
-        calls: parts of calls, in the form of a stream's deltas.
+    Raises:
+        ApiError: it cannot end in both ways.
     """
-
-    piece: Piece
-    content: str = ""
-    thoughts: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None
-
-
-class AnswerParser:
-    """Parses one answer while it comes."""
-
-    def __init__(self, prompt: Prompt, frontend: Frontend, several: bool = True) -> None:
-        self._thoughts = None if prompt.thoughts is None else Thoughts(prompt.thoughts)
-        self._calls: CallsInText | CallsInArray | None = None
-        self._named = ""
-        if prompt.calls == "text":
-            self._calls = CallsInText(frontend.format, prompt.names)
-        elif prompt.calls == "array":
-            self._calls = CallsInArray()
-        else:
-            self._named = prompt.calls
-        self._most = None if several else 1
-        self._short_ids = frontend.format.name == "mistral"  # its templates only take ids of nine characters
-        self._count = 0
-
-    def add(self, piece: Piece) -> Delta:
-        """The parsed form of the next piece."""
-        last = piece.finish is not None
-        delta = Delta(piece, finish=piece.finish)
-        text = piece.text
-        if self._thoughts is not None:
-            delta.thoughts, text = self._thoughts.add(text, last)
-        if self._named:
-            if not self._count and (text or last):
-                delta.calls.append(self._begin(self._named, text))
-            elif text:
-                delta.calls.append({"index": 0, "function": {"arguments": text}})
-        elif self._calls is not None:
-            delta.content, found = self._calls.add(text, last)
-            for call in found:
-                if self._most is None or self._count < self._most:
-                    delta.calls.append(self._begin(call.name, call.arguments))
-        else:
-            delta.content = text
-        if self._count and delta.finish == "stop":
-            delta.finish = "tool_calls"
-        return delta
-
-    def _begin(self, name: str, arguments: str) -> dict[str, Any]:
-        index, self._count = self._count, self._count + 1
-        identity = new_id("")[:9] if self._short_ids else new_id("call_")
-        return {"index": index, "id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+    if not request.continue_final_message:
+        return "none" if request.add_generation_prompt is False else "answer"
+    if request.add_generation_prompt:
+        raise wrong("continue_final_message", "cannot be true together with add_generation_prompt")
+    return "continue"
 
 
-async def deltas(
+def content_text(content: str | Sequence[ContentPart] | None, where: str) -> str:
+    """The content of a message as one text.
+
+    Raises:
+        ApiError: a part is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for place, part in enumerate(content):
+        name = "text" if part.type in ("text", "input_text", "output_text") else "refusal"
+        text: str | None = getattr(part, name)
+        if text is None and (name == "text" or part.type == name):
+            raise wrong(f"{where}[{place}].{name}", f"is required in a part of type {part.type}")
+        if text is None:
+            raise wrong(
+                f"{where}[{place}]",
+                f"a part of type {part.type[:40]!r} is not supported: the model reads text, and nothing is fetched",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+# The chat template ----------------------------------------------------------------------------------------
+
+
+def render(
     frontend: Frontend,
-    request: GenerationFields,
-    prompt: Prompt,
-    *,
-    max_tokens: int,
-    answers: int = 1,
-    stops: Sequence[str] = (),
-    logprobs: int | None = None,
-    several: bool = True,
-    key: str = "",
-) -> AsyncGenerator[Delta, None]:
-    """The answers to a conversation as they come.
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None,
+    ending: Ending = "answer",
+) -> str:
+    """A conversation as the model reads it.
 
     Raises:
-        AnyAccelError, ApiError: see `Engine.generate`.
+        ApiError: the model's chat template does not take it.
     """
-    special = request.skip_special_tokens is False or (prompt.calls == "text" and frontend.format.special)
-    decode = frontend.texts.with_special if special else frontend.texts.decode
-    keep = bool(request.include_stop_str_in_output)
-    streams = []
-    for index in range(answers):
-        asked = frontend.generation(
-            request, prompt.tokens, max_tokens, index=index, key=key, logprobs=logprobs, grammar=prompt.grammar
-        )
-        before = prompt.tokens if prompt.goes_on else ()
-        text = AnswerText(decode, asked.ends, stops, keep, before, quiet=asked.min_tokens)
-        streams.append(pieces(frontend.engine, asked, text, index, frontend.metrics))
-    parsers = [AnswerParser(prompt, frontend, several) for _ in streams]
-    async with aclosing(merged(streams)) as found:
-        async for piece in found:
-            yield parsers[piece.index].add(piece)
+    if template_kwargs and (
+        nesting_depth(template_kwargs) > limits.MOST_DEPTH or len(json.dumps(template_kwargs)) > limits.MOST_VALUES
+    ):
+        raise wrong("chat_template_kwargs", f"more than {limits.MOST_VALUES} characters, or too deep")
+    rendered = [_template_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    template = frontend.tokenizer.tool_template if tools else frontend.tokenizer.template
+    if tools and "tools" not in template:
+        if rendered[0]["role"] != "system":
+            rendered.insert(0, {"role": "system", "content": ""})
+        rendered[0]["content"] = "\n\n".join(filter(None, (rendered[0]["content"], instructions(tools))))
+        tools = ()
+    if "tool_calls" not in template and any("tool_calls" in each or each["role"] == "tool" for each in rendered):
+        rendered = [_calls_as_text(each) for each in rendered]
+    mark = ""
+    if ending == "continue":
+        # To cut off what the template writes after the last message, render it with an unguessable mark at its end.
+        mark = new_id("end")
+        rendered[-1] = {**rendered[-1], "content": f"{rendered[-1].get('content') or ''}{mark} "}
+    text = _render_calls(
+        rendered,
+        lambda each: frontend.tokenizer.apply_chat_template(each, tools or None, template_kwargs, ending == "answer"),
+    )
+    if not mark:
+        return text
+    text, found, rest = text.rpartition(mark)
+    if not found:
+        raise wrong("continue_final_message", "the model's chat template does not show the last message")
+    return text if rest.startswith(" ") else text.rstrip()  # this template trims messages, so trim this one
 
 
-def answer_room(frontend: Frontend, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str) -> int:
-    """Tokens that an answer may have: what is wanted, else what the context leaves.
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    """A message as transformers' users give it to chat templates: content as one text, arguments as an object."""
+    content: str | None = content_text(message.content, f"{where}.content")
+    made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(message.role, message.role)}
+    if message.tool_calls and message.content is None:
+        content = None  # by this templates recognise a message that has only calls
+    if content is not None or "content" in message.model_fields_set:
+        made["content"] = content
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id or new_id("call_"),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _arguments(text: str) -> Any:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with calls and their results as plain text, for a template that supports neither."""
+    role, content = message["role"], message.get("content") or ""
+    for call in message.get("tool_calls", ()):
+        content = f"{content}\n<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>".strip()
+    if role == "tool":
+        role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+    return {"role": role, "content": content}
+
+
+def _render_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
+    """The conversation with its calls in the form that the template can write.
+
+    Most templates take arguments as objects, and a message without content, as transformers gives them. Some want
+    JSON's text for the arguments, or a text for the content: they fail, or write Python's `{'city': ...}` or `None`.
 
     Raises:
-        ApiError: there is no room for them.
+        ApiError: the template takes none of the forms.
     """
-    if wanted is not None:
-        return frontend.check_room(prompt, wanted, param, prompt_param)
-    room = frontend.room(prompt, prompt_param)
-    if room is None:
-        raise ApiError(400, f"{param}: is required, as this model has no longest text", param)
-    return room
+    if not any("tool_calls" in message for message in messages):
+        return render(messages)
+    error: ApiError | None = None
+    with_python: str | None = None
+    for form in _forms(messages):
+        try:
+            text = render(form)
+        except ApiError as problem:
+            error = error or problem
+            continue
+        if not _has_python(text, messages, form):
+            return text
+        with_python = with_python or text
+    if with_python is None:
+        assert error is not None
+        raise error
+    return with_python
+
+
+def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The forms in which a template may want messages that have calls, each once."""
+    tried: list[list[dict[str, Any]]] = []
+    for with_content in (
+        lambda message: message,
+        lambda message: {"content": None, **message},
+        lambda message: {**message, "content": message.get("content") or ""},
+    ):
+        for with_arguments in (lambda message: message, _with_text_arguments):
+            form = [with_arguments(with_content(message)) for message in messages]
+            if form not in tried:
+                tried.append(form)
+                yield form
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON's text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _has_python(text: str, messages: Sequence[Mapping[str, Any]], form: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a template has written arguments as Python's text, text of JSON as a text in JSON, or None."""
+    python = set()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if arguments and not isinstance(arguments, str):
+                python |= {repr(arguments), json.dumps(_json(arguments), ensure_ascii=False)} - {_json(arguments)}
+    if any(each in text for each in python):
+        return True
+    no_content = any("tool_calls" in message and message.get("content") is None for message in form)
+    return no_content and text.count("None") > json.dumps(form, ensure_ascii=False).count("None")

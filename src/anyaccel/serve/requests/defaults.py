@@ -21,7 +21,7 @@ _GGUF = {
 
 
 @dataclass(frozen=True)
-class Defaults:
+class SamplingDefaults:
     """The defaults of the fields of a request that have the same names."""
 
     temperature: float = 1.0
@@ -30,13 +30,13 @@ class Defaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The values that differ from OpenAI's defaults, as text for the user."""
-        usual = asdict(Defaults())
-        return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != usual[name])
+        openai = asdict(SamplingDefaults())
+        return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != openai[name])
 
 
-def read_defaults(model: Path) -> Defaults:
+def read_defaults(model: Path) -> SamplingDefaults:
     """Read a model's defaults from generation_config.json in its folder, or from its GGUF file.
 
     Raises:
@@ -44,15 +44,15 @@ def read_defaults(model: Path) -> Defaults:
     """
     if model.is_dir():
         file = model / "generation_config.json"
-        return defaults_of(read_json(file), f"{file}: ") if file.is_file() else Defaults()
+        return parse_defaults(read_json(file), f"{file}: ") if file.is_file() else SamplingDefaults()
     from anyaccel.inference.checkpoints.gguf_file import GgufSource
 
     found = GgufSource(model).metadata
     given = {name: found.get(f"general.sampling.{key}") for name, key in _GGUF.items()}
-    return defaults_of(given, f"{model}: general.sampling: ")
+    return parse_defaults(given, f"{model}: general.sampling: ")
 
 
-def defaults_of(given: Mapping[str, Any], where: str) -> Defaults:
+def parse_defaults(given: Mapping[str, Any], where: str) -> SamplingDefaults:
     """Check values that were read, and make defaults of them; errors begin with `where`.
 
     Raises:
@@ -64,7 +64,7 @@ def defaults_of(given: Mapping[str, Any], where: str) -> Defaults:
         # Rounds away the error of a GGUF file's 32-bit floats: 0.95 must stay 0.95.
         return float(f"{values.number(name, default, 0, most, above):.7g}")
 
-    return Defaults(
+    return SamplingDefaults(
         temperature=number("temperature", 1.0, 100),
         top_p=number("top_p", 1.0, 1),
         top_k=max(0, values.whole("top_k", 0, -1)),

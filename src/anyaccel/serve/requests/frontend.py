@@ -1,60 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From requests in OpenAI's words to the engine's, in tokens; what all kinds of requests that generate share."""
+"""What the handlers of all APIs share: the model's names, and the engine's requests made of theirs."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
-from anyaccel.serve.interface import Engine, GenerationRequest, Grammar, Sampling
-from anyaccel.serve.protocol.common import DetokenizeRequest, EmbeddingRequest, GenerationFields, SamplingFields
+from anyaccel.serve.interface import Engine, GenerationRequest, Grammar, SamplingParams
+from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
 from anyaccel.serve.protocol.errors import ApiError, wrong
-from anyaccel.serve.protocol.limits import Limits
-from anyaccel.serve.requests.defaults import Defaults
+from anyaccel.serve.protocol.limits import HttpLimits
+from anyaccel.serve.requests.defaults import SamplingDefaults
 from anyaccel.serve.requests.metrics import Metrics
-from anyaccel.serve.requests.reasoning import thinks
-from anyaccel.serve.requests.texts import Texts
-from anyaccel.serve.requests.tools import FORMATS, Format, format_of
+from anyaccel.serve.requests.reasoning import has_reasoning
+from anyaccel.serve.requests.tokenizer import ServerTokenizer
+from anyaccel.serve.requests.tools.format import ToolFormat
+from anyaccel.serve.requests.tools.formats import detect_format
 
 
-@dataclass
 class Frontend:
-    """Everything that the API's handlers share.
+    """Everything that the handlers of all APIs share.
 
-    Attributes:
+    Args:
         names: the model's names; responses use the first.
         aliases: further names that requests may use; they are never shown, as a path reveals what is on this machine.
         root: the name of the model's file or folder.
         pooling: the default pooling of embeddings.
-        tools, thinking: how the model writes calls, and whether it writes thoughts; None: by its chat template.
+        tool_format, reasoning: how the model writes calls, and whether it writes reasoning; None: by its chat template.
         timeout_s, defaults: of a request that does not set them; None: the engine's own.
     """
 
-    engine: Engine
-    texts: Texts
-    names: Sequence[str]
-    aliases: Sequence[str] = ()
-    root: str = ""
-    pooling: Literal["mean", "last"] = "mean"
-    tools: Format | None = None
-    thinking: bool | None = None
-    timeout_s: float | None = None
-    defaults: Defaults = field(default_factory=Defaults)
-    limits: Limits = field(default_factory=Limits)
-    metrics: Metrics = field(default_factory=Metrics)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.tools = self.tools or format_of(self.texts.tool_template)
-        self.thinking = thinks(self.texts.template) if self.thinking is None else self.thinking
-
-    @property
-    def format(self) -> Format:
-        return self.tools or FORMATS["hermes"]
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ServerTokenizer,
+        names: Sequence[str],
+        aliases: Sequence[str] = (),
+        *,
+        root: str = "",
+        pooling: Literal["mean", "last"] = "mean",
+        tool_format: ToolFormat | None = None,
+        reasoning: bool | None = None,
+        timeout_s: float | None = None,
+        defaults: SamplingDefaults | None = None,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.names = names
+        self.aliases = aliases
+        self.root = root
+        self.pooling = pooling
+        self.tool_format = tool_format or detect_format(tokenizer.tool_template)
+        self.reasoning = has_reasoning(tokenizer.template) if reasoning is None else reasoning
+        self.timeout_s = timeout_s
+        self.defaults = defaults or SamplingDefaults()
+        self.limits = limits or HttpLimits()
+        self.metrics = Metrics()
+        self.created = int(time.time())
 
     @property
     def model(self) -> str:
@@ -67,10 +73,9 @@ class Frontend:
             ApiError: there is none of this name.
         """
         if name is not None and name not in self.names and name not in self.aliases:
-            there = ", ".join(self.names)
             raise ApiError(
                 404,
-                f"model: no model {name[:200]!r} here; there is {there}",
+                f"model: no model {name[:200]!r} here; there is {', '.join(self.names)}",
                 "model",
                 "model_not_found",
                 "not_found_error",
@@ -85,91 +90,43 @@ class Frontend:
             ApiError: one is not in the vocabulary.
         """
         most = self.engine.facts.vocabulary
-        outside = next((token for token in tokens if token >= most), None)
-        if outside is not None:
-            raise wrong(param, f"token {outside} is not in the vocabulary of {most} tokens")
+        unknown = next((token for token in tokens if token >= most), None)
+        if unknown is not None:
+            raise wrong(param, f"token {unknown} is not in the vocabulary of {most} tokens")
         return list(tokens)
 
-    def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int | None:
-        """Tokens that an answer may have, at least `least`; None where the model has no limit.
+    def answer_room(self, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str) -> int:
+        """The most tokens of an answer: as many as are wanted, else what the context leaves.
 
         Raises:
-            ApiError: the prompt is empty, or leaves no room.
+            ApiError: the prompt is empty, or there is no room for them.
         """
         if not prompt:
-            raise wrong(param, "the prompt is empty: it needs at least one token")
+            raise wrong(prompt_param, "the prompt is empty: it needs at least one token")
         context = self.engine.facts.context
         if not context:
-            return None
-        if len(prompt) + least > context:
-            raise ApiError(
-                400,
-                f"{param}: the prompt has {len(prompt)} tokens, and prompt and answer together at most {context}",
-                param,
+            if wanted is None:
+                raise wrong(param, "is required, as this model has no longest text")
+            return wanted
+        room = context - len(prompt)
+        if room < (1 if wanted is None else min(wanted, 1)):
+            raise wrong(
+                prompt_param,
+                f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {context}",
                 "context_length_exceeded",
             )
-        return context - len(prompt)
-
-    def check_room(self, prompt: Sequence[int], wanted: int, param: str, prompt_param: str) -> int:
-        """Check that an answer of `wanted` tokens fits, and return `wanted`.
-
-        Raises:
-            ApiError: the model's context is too short for them, or for the prompt alone.
-        """
-        room = self.room(prompt, prompt_param, min(wanted, 1))
-        if room is not None and wanted > room:
-            raise ApiError(
-                400,
-                f"{param}: {wanted} tokens and the prompt's {len(prompt)} are more than the {len(prompt) + room} "
-                "that both may have together",
+        if wanted is not None and wanted > room:
+            raise wrong(
                 param,
+                f"{wanted} tokens and the prompt's {len(prompt)} are more than the {context} that both may have "
+                "together",
                 "context_length_exceeded",
             )
-        return wanted
+        return room if wanted is None else wanted
 
     # Requests ---------------------------------------------------------------------------------------------
 
-    def sampling(self, request: GenerationFields, index: int, logprobs: int | None) -> Sampling:
-        """How tokens are chosen; the answers of one request differ in their seeds.
-
-        Raises:
-            ApiError: a token of logit_bias is not in the vocabulary.
-        """
-
-        def given(value: float | None, default: float) -> float:
-            return default if value is None else value
-
-        defaults = self.defaults
-        more: dict[str, float] = {}
-        bias: dict[int, float] = {}
-        if isinstance(request, SamplingFields):
-            more = {
-                "frequency_penalty": given(request.frequency_penalty, 0.0),
-                "presence_penalty": given(request.presence_penalty, 0.0),
-            }
-            bias = self._bias(request.logit_bias or {})
-        return Sampling(
-            temperature=given(request.temperature, defaults.temperature),
-            top_k=defaults.top_k if request.top_k is None else max(0, request.top_k),
-            top_p=max(given(request.top_p, defaults.top_p), 1e-6),  # 0 is the likeliest token, as with OpenAI
-            min_p=given(request.min_p, defaults.min_p),
-            repetition_penalty=given(request.repetition_penalty, defaults.repetition_penalty),
-            logit_bias=bias,
-            seed=None if request.seed is None else _wrapped(request.seed + index),
-            logprobs=logprobs,
-            **more,
-        )
-
-    def _bias(self, given: dict[str, float]) -> dict[int, float]:
-        most = self.engine.facts.vocabulary
-        wrong_one = next(
-            (key for key in given if not key.isascii() or not key.isdigit() or int(key[:12]) >= most), None
-        )
-        if wrong_one is not None:
-            raise wrong("logit_bias", f"{wrong_one[:20]!r} is no token: they are 0 to {most - 1}")
-        return {int(key): value for key, value in given.items()}
-
-    def generation(
+    def generation_request(
         self,
         request: GenerationFields,
         prompt: Sequence[int],
@@ -186,67 +143,56 @@ class Frontend:
         Raises:
             ApiError: a token of logit_bias is not in the vocabulary, or min_tokens is more than there may be.
         """
-        least = request.min_tokens or 0
-        if least > max_tokens:
-            raise wrong("min_tokens", f"{least} is more than the {max_tokens} tokens that the answer may have")
+        min_tokens = request.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise wrong("min_tokens", f"{min_tokens} is more than the {max_tokens} tokens that the answer may have")
+        ends = frozenset() if request.ignore_eos else self.engine.facts.ends
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
-            sampling=self.sampling(request, index, logprobs),
-            ends=self.ends(request),
-            min_tokens=least,
+            sampling=self._sampling(request, index, logprobs),
+            ends=ends | frozenset(request.stop_token_ids or ()),
+            min_tokens=min_tokens,
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             key=key,
             timeout_s=self.timeout_s if request.timeout_s is None else request.timeout_s,
         )
 
-    def ends(self, request: GenerationFields) -> frozenset[int]:
-        """Tokens that end an answer: the model's own, unless they are to be ignored, and those of the request."""
-        own: Collection[int] = () if request.ignore_eos else self.engine.facts.ends
-        return frozenset(own) | frozenset(request.stop_token_ids or ())
+    def _sampling(self, request: GenerationFields, index: int, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen; the answers of one request differ in their seeds."""
 
-    # Small requests ---------------------------------------------------------------------------------------
+        def given(value: float | None, default: float) -> float:
+            return default if value is None else value
 
-    async def embed(self, request: EmbeddingRequest, key: str) -> tuple[list[list[float]], int]:
-        """Embeddings, and how many tokens they are of.
+        defaults = self.defaults
+        params = SamplingParams(
+            temperature=given(request.temperature, defaults.temperature),
+            top_k=defaults.top_k if request.top_k is None else max(0, request.top_k),
+            top_p=max(given(request.top_p, defaults.top_p), 1e-6),  # 0 is the likeliest token, as with OpenAI
+            min_p=given(request.min_p, defaults.min_p),
+            repetition_penalty=given(request.repetition_penalty, defaults.repetition_penalty),
+            seed=None if request.seed is None else _as_signed(request.seed + index),
+            logprobs=logprobs,
+        )
+        if not isinstance(request, SamplingFields):
+            return params
+        return replace(
+            params,
+            frequency_penalty=given(request.frequency_penalty, 0.0),
+            presence_penalty=given(request.presence_penalty, 0.0),
+            logit_bias=self._logit_bias(request.logit_bias or {}),
+        )
 
-        Raises:
-            ApiError: an input does not fit, or the length that is wanted is not the model's.
-        """
-        self.check_model(request.model)
-        hidden = self.engine.facts.hidden
-        if request.dimensions not in (None, hidden):
-            raise wrong("dimensions", f"this model's embeddings have {hidden} values; they cannot be cut")
-        given = request.input
-        single = isinstance(given, str) or isinstance(given[0], int)
-        inputs: Sequence[Any] = [given] if single else given
-        prompts = []
-        for place, each in enumerate(inputs):
-            param = "input" if len(inputs) == 1 else f"input[{place}]"
-            ids = await self.texts.encode(each) if isinstance(each, str) else self.check_tokens(each, param)
-            context = self.engine.facts.context
-            if not ids or (context and len(ids) > context):
-                code = "context_length_exceeded" if ids else None
-                raise wrong(param, f"{len(ids)} tokens; 1 to {context or 1 << 31} are possible", code)
-            prompts.append(ids)
-        vectors = await self.engine.embed(prompts, request.pooling or self.pooling, key)
-        return vectors, sum(map(len, prompts))
-
-    async def detokenize(self, request: DetokenizeRequest) -> str:
-        """The text of tokens.
-
-        Raises:
-            ApiError: one is not in the vocabulary.
-        """
-        self.check_model(request.model)
-        tokens = self.check_tokens(request.tokens, "tokens")
-        if len(tokens) < 2_000:
-            return self.texts.with_special(tokens)
-        return await asyncio.to_thread(self.texts.with_special, tokens)
+    def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
+        most = self.engine.facts.vocabulary
+        unknown = next((key for key in given if not key.isascii() or not key.isdigit() or int(key[:12]) >= most), None)
+        if unknown is not None:
+            raise wrong("logit_bias", f"{unknown[:20]!r} is no token: they are 0 to {most - 1}")
+        return {int(key): value for key, value in given.items()}
 
 
-def _wrapped(seed: int) -> int:
+def _as_signed(seed: int) -> int:
     """The seed wrapped around to a signed 64-bit integer."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 

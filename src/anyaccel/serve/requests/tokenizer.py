@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's tokenizer for a server: long texts are encoded outside the event loop, single tokens shown as written."""
+"""The model's tokenizer in a server: long texts are encoded outside the event loop, which must not wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 )  # fmt: skip
 
 
-class Texts:
+class ServerTokenizer:
     """Text to tokens and back.
 
     Args:
@@ -44,7 +44,7 @@ class Texts:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {**{name: special.get(name) for name in names}, "chat_template": self.template or None}
 
-    def with_special(self, tokens: list[int]) -> str:
+    def decode_with_special(self, tokens: list[int]) -> str:
         """The text of tokens, special ones too."""
         text: str = self._tokenizer.decode(tokens, True)
         return text
@@ -53,7 +53,7 @@ class Texts:
         """Tokens of a text.
 
         Raises:
-            UsageError: the text is no valid Unicode.
+            UsageError: the text is not valid Unicode.
         """
         if len(text) <= _SHORT:
             ids: list[int] = self._tokenizer.encode(text, special)
@@ -61,12 +61,12 @@ class Texts:
         # The tokenizer releases the GIL.
         return await asyncio.to_thread(self._tokenizer.encode, text, special)
 
-    def conversation(
+    def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         more: Mapping[str, Any] | None,
-        continue_answer: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """A conversation as the model reads it, by its own template; `encode` it without `special`.
 
@@ -75,26 +75,26 @@ class Texts:
         """
         if not self.has_chat_template:
             raise ApiError(400, "messages: this model has no chat template; use /v1/completions", "messages")
-        if taken := sorted(_RESERVED & (more or {}).keys()):
-            raise wrong("chat_template_kwargs", f"{', '.join(taken)} cannot be set by a request")
+        if reserved := sorted(_RESERVED & (more or {}).keys()):
+            raise wrong("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by a request")
         try:
-            text: str = self._tokenizer.render(messages, tools, more, continue_answer)
+            text: str = self._tokenizer.render(messages, tools, more, not add_generation_prompt)
         except ModelError as error:
-            said = str(error).partition(": ")[2] or str(error)  # without the file's name, which clients must not see
-            raise ApiError(400, f"messages: {said}", "messages") from None
+            problem = str(error).partition(": ")[2] or str(error)  # without the file's name, which clients must not see
+            raise ApiError(400, f"messages: {problem}", "messages") from None
         return text
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  there is one of these a server, and a format has few marks
-    def token_of(self, text: str) -> int | None:
+    def token_id(self, text: str) -> int | None:
         """The token that the vocabulary has for exactly this mark, such as <tool_call>, if it has one."""
         found: int | None = self._tokenizer.token_of(text)
         return found
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  there is one of these a server
-    def token(self, token: int) -> tuple[str, tuple[int, ...]]:
+    def token_text(self, token: int) -> tuple[str, tuple[int, ...]]:
         """The text of one token, and its bytes."""
         piece = self._tokenizer.piece(token)
-        text = self.with_special([token])
+        text = self.decode_with_special([token])
         if piece is None:
             return text, tuple(text.encode())
         if found := _BYTE.fullmatch(piece):

@@ -13,14 +13,13 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anyaccel.serve.api.sending import error_answer
+from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.sending import discard_body, error_answer
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
-from anyaccel.serve.requests.metrics import Metrics
+from anyaccel.serve.requests.frontend import Frontend
 
-# Paths that need no key: the server's state and version, and the chat page, which has no data of its own.
-OPEN = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
-_OPEN_BELOW = "/page/"
+_PAGE = "/page/"  # the files of the chat page, which has no data of its own
 
 _HEADERS = {
     "x-content-type-options": "nosniff",
@@ -31,7 +30,7 @@ _HEADERS = {
 }
 
 
-class Keys:
+class ApiKeys:
     """The API keys of the server; without any, no request needs one."""
 
     def __init__(self, keys: Collection[str]) -> None:
@@ -49,57 +48,66 @@ class Keys:
 
         All bytes of all keys are compared, so that the time reveals nothing of them.
         """
-        mine = self._digest(given)
-        known = sum([hmac.compare_digest(mine, each) for each in self._digests])
-        return mine.hex()[:16] if known else None
+        digest = self._digest(given)
+        matches = sum([hmac.compare_digest(digest, each) for each in self._digests])
+        return digest.hex()[:16] if matches else None
 
 
-class Guard:
-    """Middleware that refuses unauthorised requests, and counts responses.
+class AccessMiddleware:
+    """Refuses unauthorised requests, and counts responses.
 
     Args:
         origins: sites whose pages may send requests; "*": all.
-        paths: paths with metrics of their own; all others are counted as "other".
+        endpoints: those of the server; requests for anything else are counted together, as "other".
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, origins: Sequence[str], metrics: Metrics, paths: Collection[str]
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        origins: Sequence[str],
+        frontend: Frontend,
+        endpoints: Sequence[Endpoint],
     ) -> None:
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
-        self._metrics = metrics
-        self._paths = frozenset(paths)
+        self._metrics = frontend.metrics
+        self._limits = frontend.limits
+        self._paths = frozenset(each.path for each in endpoints)
+        self._public = frozenset(each.path for each in endpoints if each.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = _path(scope)
-        begun = False
+        started = False
 
         async def counted_send(message: Message) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                told = path if path in self._paths else "other"
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-                self._metrics.answered(method, told, message["status"])
+                self._metrics.answered(method, path if path in self._paths else "other", message["status"])
             await send(message)
 
         scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
         try:
             scope["anyaccel.key"] = self._client_name(scope, path)
         except ApiError as error:
-            await error_answer(error)(scope, receive, counted_send)
+            await discard_body(scope, receive, self._limits)
+            answer = error_answer(error)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, counted_send)
             return
         try:
             await self._app(scope, receive, counted_send)
         except asyncio.CancelledError:  # the server stops, and draining has not ended the request
-            if begun:
+            if started:
                 scope.get("anyaccel.abort", lambda: None)()
             else:
                 await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, counted_send)
@@ -113,7 +121,7 @@ class Guard:
         headers = Headers(scope=scope)
         client = scope.get("client")
         address = client[0] if client else ""
-        if path in OPEN or path.startswith(_OPEN_BELOW) or scope["method"] == "OPTIONS":
+        if path in self._public or path.startswith(_PAGE) or scope["method"] == "OPTIONS":
             return address
         if self._keys:
             kind, _, given = headers.get("authorization", "").partition(" ")
@@ -135,11 +143,11 @@ class Guard:
         if not origin or origin in self._origins or "*" in self._origins:
             return
         try:
-            there = urlsplit(origin)
-            own = there.netloc == host and _is_address(there.hostname or "")
+            site = urlsplit(origin)
+            same = site.netloc == host and _is_address(site.hostname or "")
         except ValueError:  # not a URL; no browser sends that
-            own = False
-        if not own:
+            same = False
+        if not same:
             raise ApiError(
                 403,
                 f"pages of {origin[:200]} may not ask this server; start it with --allowed-origins, or with a key",

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the APIs that generate text have in common: their endpoints, `usage`, and streams of choices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.sending import DONE, EventStream, event, json_answer, read, unless_gone
+from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
+from anyaccel.serve.protocol.errors import wrong
+from anyaccel.serve.requests.answers import TextDelta
+from anyaccel.serve.requests.frontend import Frontend
+
+G = TypeVar("G", bound=GenerationFields)
+
+
+class Generation(Protocol):
+    """A checked request, which can be answered at once or as a stream.
+
+    Both raise AnyAccelError and ApiError, see `Engine.generate`; a stream before its first event, or instead of the
+    rest.
+    """
+
+    async def response(self) -> dict[str, Any]: ...
+    def stream(self) -> AsyncGenerator[bytes, None]: ...
+
+
+def generation_endpoint(
+    frontend: Frontend,
+    path: str,
+    summary: str,
+    shape: type[G],
+    prepare: Callable[[Frontend, G, str], Awaitable[Generation]],
+    done: bytes = DONE,
+) -> Endpoint:
+    """The endpoint of an API that generates text.
+
+    Args:
+        prepare: checks a request, and makes its prompt.
+        done: the event that ends a stream.
+    """
+
+    async def generate(request: Request) -> Any:
+        body = await read(request, shape, frontend.limits)
+        frontend.check_model(body.model)
+        generation = await prepare(frontend, body, request.scope["anyaccel.key"])
+        if body.stream:
+            return EventStream(generation.stream(), frontend.limits, done)
+        return json_answer(await unless_gone(request.receive, generation.response()))
+
+    return Endpoint(path, summary, generate, shape, streams=True)
+
+
+class TokenUsage:
+    """Counts the tokens of a request, for `usage`.
+
+    Args:
+        prompts: the length of each prompt.
+        answers: how many answers each prompt has.
+    """
+
+    def __init__(self, prompts: Sequence[int], answers: int = 1) -> None:
+        self._answers = answers
+        self._prompt_tokens = sum(prompts)
+        self._cached = [0] * len(prompts)
+        self._counts = [0] * (len(prompts) * answers)
+        self._drafts = [(0, 0)] * (len(prompts) * answers)
+
+    def add(self, delta: TextDelta) -> None:
+        index, prompt = delta.index, delta.index // self._answers
+        self._counts[index] = delta.count
+        self._drafts[index] = max(self._drafts[index], delta.drafts)
+        self._cached[prompt] = max(self._cached[prompt], delta.cached)
+
+    def as_json(self) -> dict[str, Any]:
+        completion = sum(self._counts)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+        drafted, accepted = (sum(each[place] for each in self._drafts) for place in (0, 1))
+        if drafted:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
+
+
+def check_stream_options(request: SamplingFields) -> None:
+    """Refuse options of a stream where there is none.
+
+    Raises:
+        ApiError: there are some.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise wrong("stream_options", "needs stream: true")
+
+
+async def choice_events(
+    choices: AsyncGenerator[dict[str, Any], None], head: dict[str, Any], request: SamplingFields, usage: TokenUsage
+) -> AsyncGenerator[bytes, None]:
+    """The stream of an API whose events have OpenAI's `choices`, with `usage` where `stream_options` ask for it."""
+    options = request.stream_options
+    with_usage = bool(options and options.include_usage)
+    always = with_usage and bool(options and options.continuous_usage_stats)
+    async with aclosing(choices):
+        async for choice in choices:
+            more = {"usage": usage.as_json() if always else None} if with_usage else {}
+            yield event({**head, "choices": [choice], **more})
+    if with_usage:
+        yield event({**head, "choices": [], "usage": usage.as_json()})
+    yield DONE
