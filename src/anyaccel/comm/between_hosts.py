@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from anyaccel.comm.dtypes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from anyaccel.comm.python_group import OPS, divide_by
+from anyaccel.comm.python_group import divide_by
 from anyaccel.comm.tensors import as_bytes
 
 # The dtypes that gloo reduces itself; other tensors are gathered, and reduced by torch.
@@ -60,7 +60,7 @@ def reduce_hosts(
         gloo_reduces = not bool(any_nan)
     if gloo_reduces:
         options = dist.AllreduceOptions()
-        options.reduceOp = ReduceOp(OPS[op])
+        options.reduceOp = ReduceOp(ReduceOp.RedOpType(op))
         finish(leaders.allreduce([tensor], options))
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(hosts)]

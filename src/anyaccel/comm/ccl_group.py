@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
+from anyaccel.comm.dtypes import AVG, BOOL_OPS, MAX, MIN, OP_NAMES, PRODUCT, SUM
 from anyaccel.comm.python_group import PythonGroup, divide_by
 from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Wait, done
+from anyaccel.comm.python_operations import Wait
 from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
@@ -25,31 +25,12 @@ from anyaccel.errors import CommError, CommTimeoutError, UsageError
 _DATATYPES = {
     getattr(torch, name): code
     for code, name in enumerate(
-        [
-            "int8",
-            "uint8",
-            "int16",
-            "uint16",
-            "int32",
-            "uint32",
-            "int64",
-            "uint64",
-            "float16",
-            "float32",
-            "float64",
-            "bfloat16",
-        ]
+        ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
+         "bfloat16")
     )
-}
+}  # fmt: skip
 _BYTES = _DATATYPES[torch.uint8]
-_REDUCTIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
-# The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
-_BOOL_REDUCTIONS = {
-    ReduceOp.SUM: ReduceOp.MAX,
-    ReduceOp.PRODUCT: ReduceOp.MIN,
-    ReduceOp.MIN: ReduceOp.MIN,
-    ReduceOp.MAX: ReduceOp.MAX,
-}
+_REDUCTIONS = {SUM: 0, PRODUCT: 1, MIN: 2, MAX: 3}
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
@@ -207,23 +188,23 @@ class CclGroup(PythonGroup):
         if self._broken:
             raise CommError(f"backend ccl: the group is broken by an earlier error: {self._broken}")
 
-    def _reduction(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, what: str) -> tuple[torch.Tensor, int, int]:
+    def _reduction(self, tensor: torch.Tensor, op: int, what: str) -> tuple[torch.Tensor, int, int]:
         """The tensor in a form that oneCCL can reduce, with oneCCL's datatype and reduction."""
-        if tensor.dtype == torch.bool and op in _BOOL_REDUCTIONS:
-            tensor, op = tensor.view(torch.uint8), _BOOL_REDUCTIONS[op]
-        if tensor.dtype.is_complex and op in (ReduceOp.SUM, ReduceOp.AVG):
-            tensor = torch.view_as_real(tensor)
-        kind = ReduceOp.SUM if op == ReduceOp.AVG else op
-        if kind not in _REDUCTIONS or tensor.dtype not in _DATATYPES:
+        kind = SUM if op == AVG else op
+        dense = tensor
+        if tensor.dtype == torch.bool and op in BOOL_OPS:
+            dense, kind = tensor.view(torch.uint8), BOOL_OPS[op]
+        if tensor.dtype.is_complex and op in (SUM, AVG):
+            dense = torch.view_as_real(tensor)
+        if kind not in _REDUCTIONS or dense.dtype not in _DATATYPES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise UsageError(
-                f"backend ccl has no {what} of {dtype} with {str(op).rpartition('.')[2]}; use a group of backend shm "
-                "or gloo for it"
+                f"backend ccl has no {what} of {dtype} with {OP_NAMES[op]}; use a group of backend shm or gloo for it"
             )
-        return tensor, _DATATYPES[tensor.dtype], _REDUCTIONS[kind]
+        return dense, _DATATYPES[dense.dtype], _REDUCTIONS[kind]
 
-    def _then_divide(self, wait: Wait, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
-        if op != ReduceOp.AVG:
+    def _then_divide(self, wait: Wait, tensor: torch.Tensor, op: int) -> Wait:
+        if op != AVG:
             return wait
 
         def divide() -> None:
@@ -234,33 +215,34 @@ class CclGroup(PythonGroup):
 
     # Collectives ---------------------------------------------------------------------------------------------
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+    def start_all_reduce(self, tensor: torch.Tensor, op: int) -> Wait | None:
         dense, datatype, reduction = self._reduction(tensor, op, "all_reduce")
         if self._size == 1 or tensor.numel() == 0:
-            return done
+            return None
         wait = self._start(
             "all_reduce", ccl.ALL_REDUCE, dense, dense, count=dense.numel(), datatype=datatype, reduction=reduction
         )
         return self._then_divide(wait, tensor, op)
 
-    def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
+    def start_reduce(self, tensor: torch.Tensor, op: int, root: int) -> Wait | None:
+        tensor = tensor if self._rank == root else tensor.clone()
         dense, datatype, reduction = self._reduction(tensor, op, "reduce")
         if self._size == 1 or tensor.numel() == 0:
-            return done
+            return None
         wait = self._start(
             "reduce", ccl.REDUCE, dense, dense, count=dense.numel(), datatype=datatype, reduction=reduction, peer=root
         )
         return self._then_divide(wait, tensor, op)
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait | None:
         if self._size == 1 or tensor.numel() == 0:
-            return done
+            return None
         return self._start("broadcast", ccl.BROADCAST, None, tensor, count=_bytes(tensor), datatype=_BYTES, peer=root)
 
-    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait | None:
         counts = [_bytes(output) for output in outputs]
         if not sum(counts):
-            return done
+            return None
         flat, scattered = _joined(outputs)
         if self._size == 1:
             return lambda: _copy_out(flat, scattered, [as_bytes(tensor)])
@@ -275,15 +257,15 @@ class CclGroup(PythonGroup):
         )
         return _then(wait, lambda: _copy_out(flat, scattered))
 
-    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
-        if len({tensor.numel() for tensor in (output, *inputs)}) > 1:
+    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: int) -> Wait | None:
+        if len({tensor.numel() for tensor in inputs}) > 1:
             raise UsageError("backend ccl: reduce_scatter wants tensors of one size")
         dense, datatype, reduction = self._reduction(output, op, "reduce_scatter")
         if output.numel() == 0:
-            return done
+            return None
         if self._size == 1:
             output.copy_(inputs[0].view_as(output))
-            return done
+            return None
         joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
         space = torch.empty_like(dense)
         given, _, _ = self._reduction(joined, op, "reduce_scatter")
@@ -354,9 +336,9 @@ class CclGroup(PythonGroup):
         if peer == self._rank or not 0 <= peer < self._size:
             raise UsageError(f"backend ccl: {what} with rank {peer} in a group of {self._size}, from rank {self._rank}")
 
-    def start_barrier(self) -> Wait:
+    def start_barrier(self) -> Wait | None:
         if self._size == 1:
-            return done
+            return None
         return self._start("barrier", ccl.BARRIER, None, None, count=0, datatype=_BYTES)
 
     def shutdown(self) -> None:

@@ -25,7 +25,7 @@ SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = (BAND, BOR, BXOR)
 # The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
-_BOOL_OPS = {SUM: MAX, PRODUCT: MIN, MIN: MIN, MAX: MAX, BAND: BAND, BOR: BOR, BXOR: BXOR}
+BOOL_OPS = {SUM: MAX, PRODUCT: MIN, MIN: MIN, MAX: MAX, BAND: BAND, BOR: BOR, BXOR: BXOR}
 _SIGNED = {
     getattr(torch, name): signed
     for name, signed in (("uint16", torch.int16), ("uint32", torch.int32), ("uint64", torch.int64))
@@ -98,9 +98,9 @@ def lower(dense: torch.Tensor, op: int) -> Lowered:
             raise _no_such(op, dtype)
         return Lowered(dense, code, op)
     if dtype == torch.bool:
-        if op not in _BOOL_OPS:
+        if op not in BOOL_OPS:
             raise _no_such(op, dtype)
-        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], _BOOL_OPS[op], original_code=code)
+        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], BOOL_OPS[op], original_code=code)
     if dtype.is_complex:
         if op in (SUM, AVG):
             real = torch.view_as_real(dense)

@@ -24,13 +24,13 @@ from torch.distributed import ReduceOp
 from anyaccel import env
 from anyaccel.comm import call_signatures, shm
 from anyaccel.comm.between_hosts import HostMessage, narrow, reduce_hosts, widen
-from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
+from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower
 from anyaccel.comm.heartbeat import Heartbeat, connect
-from anyaccel.comm.python_group import OPS, PythonGroup
+from anyaccel.comm.python_group import PythonGroup
 from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Disagreement, Wait, done
+from anyaccel.comm.python_operations import Disagreement
 from anyaccel.comm.rendezvous import Rendezvous
-from anyaccel.comm.tensors import as_bytes, same_dtype
+from anyaccel.comm.tensors import as_bytes
 from anyaccel.comm.torch_backend import SYNCHRONOUS
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
@@ -97,24 +97,23 @@ class HierarchicalGroup(PythonGroup):
 
     # Collectives ---------------------------------------------------------------------------------------------
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
-        low = lower(tensor, op_code(op))  # refuses an undefined reduction before anything is sent
+    def start_all_reduce(self, tensor: torch.Tensor, op: int) -> None:
+        low = lower(tensor, op)  # refuses an undefined reduction before anything is sent
         self._check_same_call("all_reduce", tensor.dtype, tensor.numel(), op)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, low, op_code(op))
+            self._reduce_to_leaders(tensor, low, op)
             self._broadcast_on_host(tensor)
-        return done
 
-    def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
-        low = lower(tensor, op_code(op))
+    def start_reduce(self, tensor: torch.Tensor, op: int, root: int) -> None:
+        tensor = tensor if self._rank == root else tensor.clone()
+        low = lower(tensor, op)
         self._check_same_call("reduce", tensor.dtype, tensor.numel(), op, root)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, low, op_code(op))
+            self._reduce_to_leaders(tensor, low, op)
             if root in self._host_ranks:
                 self._broadcast_on_host(tensor)
-        return done
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self._check_same_call("broadcast", tensor.dtype, tensor.numel(), root=root)
         if tensor.numel():
             if root in self._host_ranks and root != self._host_ranks[0]:
@@ -126,17 +125,10 @@ class HierarchicalGroup(PythonGroup):
                 self._wait_for(self.leaders.broadcast([as_bytes(tensor)], options))
             if root not in self._host_ranks or root == self._host_ranks[0]:
                 self._broadcast_on_host(tensor)
-        return done
 
-    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
-        same_dtype([tensor, *outputs], "all_gather")
-        if outputs[self._rank].numel() != tensor.numel():
-            raise UsageError(
-                f"all_gather of {tensor.numel()} elements with {outputs[self._rank].numel()} in output {self._rank}"
-            )
+    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         self._check_same_call("all_gather", tensor.dtype, sum(output.numel() for output in outputs))
         self._gather_all(outputs, tensor)
-        return done
 
     def _gather_all(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         sizes = [output.numel() * output.element_size() for output in outputs]
@@ -159,24 +151,19 @@ class HierarchicalGroup(PythonGroup):
                     as_bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
                 begin += sizes[rank]
 
-    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
+    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: int) -> None:
         counts = [tensor.numel() for tensor in inputs]
-        if counts[self._rank] != output.numel():
-            raise UsageError(
-                f"reduce_scatter of {counts} elements for {self._size} ranks, {output.numel()} for this one"
-            )
-        joined = _concatenate([*inputs, output])[: sum(counts)]
-        low = lower(joined, op_code(op))
+        # By bytes, since torch.cat lacks some dtypes.
+        joined = torch.cat([as_bytes(tensor) for tensor in inputs]).view(output.dtype)
+        low = lower(joined, op)
         self._check_same_call("reduce_scatter", output.dtype, sum(counts), op)
         if joined.numel():
-            self._reduce_to_leaders(joined, low, op_code(op))
+            self._reduce_to_leaders(joined, low, op)
             self._broadcast_on_host(joined)
             begin = sum(counts[: self._rank])
             as_bytes(output).copy_(as_bytes(joined[begin : begin + output.numel()]))
-        return done
 
-    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
-        same_dtype([*outputs, *inputs], "all_to_all")
+    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         self._check_same_call("all_to_all", outputs[0].dtype)
         self._check_pairs([tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs])
         given = torch.cat([as_bytes(tensor) for tensor in inputs])
@@ -185,27 +172,22 @@ class HierarchicalGroup(PythonGroup):
         self._wait_for(self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()))
         for output, part in zip(outputs, torch.split(taken, counts[0]), strict=True):
             as_bytes(output).copy_(part)
-        return done
 
-    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
-        _check_alike("gather", [tensor, *(outputs or [])])
+    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         self._check_same_call("gather", tensor.dtype, tensor.numel(), root=root)
         options = dist.GatherOptions()
         options.rootRank = root
         if tensor.numel():
             given = [[as_bytes(output) for output in outputs]] if outputs else []
             self._wait_for(self.flat.gather(given, [as_bytes(tensor)], options))
-        return done
 
-    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
-        _check_alike("scatter", [output, *(inputs or [])])
+    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> None:
         self._check_same_call("scatter", output.dtype, output.numel(), root=root)
         options = dist.ScatterOptions()
         options.rootRank = root
         if output.numel():
             given = [[as_bytes(tensor) for tensor in inputs]] if inputs else []
             self._wait_for(self.flat.scatter([as_bytes(output)], given, options))
-        return done
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self._check_peer(peer, "send to")
@@ -218,9 +200,8 @@ class HierarchicalGroup(PythonGroup):
         work = self.flat.recv([as_bytes(tensor)], peer, tag)
         return HostMessage(work, peer, partial(self._wait_for, ranks=[peer]))
 
-    def start_barrier(self) -> Wait:
+    def start_barrier(self) -> None:
         self._check_same_call("barrier")  # no rank has all signatures before all ranks have come
-        return done
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
         """A barrier whose error names the ranks that did not come.
@@ -232,7 +213,7 @@ class HierarchicalGroup(PythonGroup):
             raise UsageError(f"a group of several hosts with {self.flat.name()} between them has no monitored_barrier")
         limit = timeout or self.timeout
 
-        def start() -> Wait:
+        def start() -> None:
             try:
                 self.flat.monitored_barrier(limit, wait_all_ranks=True)
             except RuntimeError as error:
@@ -240,9 +221,8 @@ class HierarchicalGroup(PythonGroup):
                     f"rank {self._rank} of {self._size}: not all ranks arrived within the timeout of "
                     f"{limit.total_seconds():g} s: {error}"
                 ) from error
-            return done
 
-        self._run_operation("monitored_barrier", [], start, [], [], SYNCHRONOUS)
+        self._run_operation("monitored_barrier", [], start, [], SYNCHRONOUS)
 
     # What the collectives are made of --------------------------------------------------------------------------
 
@@ -331,7 +311,7 @@ class HierarchicalGroup(PythonGroup):
         wide = widen(given, op)
         if len(self._host_ranks) > 1:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(OPS[kind]), 0, False
+            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(ReduceOp.RedOpType(kind)), 0, False
             self._run_on_host(lambda: self.local.reduce([wide], options))
         if self.leaders is None:
             return
@@ -372,16 +352,3 @@ class HierarchicalGroup(PythonGroup):
             if group is not None:
                 group.shutdown()
         self.heartbeat = None  # other groups may have it too
-
-
-def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:
-    """Raise UsageError unless all tensors have the same dtype and number of elements."""
-    same_dtype(tensors, what)
-    if len(sizes := {tensor.numel() for tensor in tensors}) > 1:
-        raise UsageError(f"{what} needs tensors of one size; got {', '.join(map(str, sorted(sizes)))} elements")
-
-
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The concatenation of dense tensors of one dtype; by bytes, since torch.cat lacks some dtypes."""
-    same_dtype(tensors, "reduce_scatter")
-    return torch.cat([as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)

@@ -2,11 +2,10 @@
 """The process group of the `shm` backend."""
 
 # torch's declarations have an overload for each form of a call; the methods here take them all.
-# mypy: disable-error-code="override, assignment, call-arg"
+# mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,25 +18,13 @@ from torch.distributed import Work
 from anyaccel import _native
 from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
-from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.dtypes import Lowered, code_of, lower
 from anyaccel.comm.executor import Executor
 from anyaccel.comm.messages import ANY, Mail, MessageWork
+from anyaccel.comm.python_group import PythonGroup
 from anyaccel.comm.tensors import bare_each
-from anyaccel.comm.torch_backend import SYNCHRONOUS, TorchGroup
-from anyaccel.comm.work import DoneWork, JoinedWork, register
-
-
-def _list(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _op(opts: Any) -> int:
-    """The code of the reduction in torch's options object, in place of which callers may pass the reduction itself."""
-    return 0 if opts is None else op_code(getattr(opts, "reduceOp", opts))
-
-
-def _root(opts: Any) -> int:
-    return int(getattr(opts, "rootRank", opts))
+from anyaccel.comm.torch_backend import SYNCHRONOUS
+from anyaccel.comm.work import JoinedWork
 
 
 def _stop(native: _native.ShmGroup, executor: Executor, mail: Mail) -> None:
@@ -48,73 +35,45 @@ def _stop(native: _native.ShmGroup, executor: Executor, mail: Mail) -> None:
         mail.close()
 
 
-class ShmProcessGroup(TorchGroup):
-    """A process group of the ranks of one host.
+class ShmProcessGroup(PythonGroup):
+    """A process group of the ranks of one host."""
 
-    Its methods have torch's signatures: tensors and an options object in, a Work out. A synchronous operation runs in
-    the calling thread if no other is pending; all others run in order on a thread of the group. torch calls the methods
-    from Python, and some from C++ through its trampoline.
-    """
-
-    is_part = False  # whether it is a part of a HierarchicalGroup, which logs and records the operations itself
+    NAME = "shm"
 
     def __init__(self, store: Store, native: _native.ShmGroup, rank: int, size: int) -> None:
-        super().__init__(rank, size)
         self._store = store
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._executor = Executor("anyaccel-shm", native.add_waiting, native.abort, lambda: native.timeout)
+        executor = Executor("anyaccel-shm", native.add_waiting, native.abort, lambda: native.timeout)
+        super().__init__(rank, size, timedelta(seconds=native.timeout), executor)
         self._mail = Mail(native)
-        self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
-        self._done = DoneWork()
         log.active()  # if the log is on, this turns off the native fast path, which would bypass it
-        self._finalizer = weakref.finalize(self, _stop, native, self._executor, self._mail)
+        self._finalizer = weakref.finalize(self, _stop, native, executor, self._mail)
         # Not at exit: the executor and the mail have handlers of their own there.
         self._finalizer.atexit = False
 
-    # --- how operations run
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may wait for a peer."""
+        return timedelta(seconds=self.native.timeout)
 
-    def _run_operation(
-        self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
-    ) -> Work:
-        """Run an operation, now or on the group's thread; all operations go through here."""
-        if log.active() and not self.is_part:
-            run = self._with_log(name, sum(t.numel() * t.element_size() for t in tensors), run)
-        self._sequence += 1
-        if events.wanted() and not self.is_part:
-            run = events.recorded("shm", name, tensors, run)
-        queued = self._batch is not None or self._executor.pending
-        if getattr(options, "asyncOp", True) or queued:
-            work = self._executor.submit(run, outputs)
-            register(work, outputs)
-            if self._batch is not None:
-                self._batch.append(work)
-            return work
-        run()
-        return self._done
+    @timeout.setter
+    def timeout(self, timeout: timedelta) -> None:
+        self.native.timeout = timeout.total_seconds()
 
     def run(self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
         """Call `run` after all operations that were started before, and wait for it."""
         self._run_operation(name, tensors, run, None, SYNCHRONOUS).wait()
 
-    def _with_log(self, name: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
-            start = time.perf_counter()
-            run()
-            log.record(name, size, time.perf_counter() - start, self)
-
-        return timed
-
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._batch is None:
+        if self._coalescing is None:
             self.native.add_waiting(1)  # turns off the native fast path until the end of the batch
-        self._batch = []
+        super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        if self._batch is not None:
+        if self._coalescing is not None:
             self.native.add_waiting(-1)
-        works, self._batch = self._batch or [], None
-        return JoinedWork(works)
+        return super()._end_coalescing(device)
 
     # --- collectives
 
@@ -123,167 +82,82 @@ class ShmProcessGroup(TorchGroup):
         if _native.all_reduce_call(self.native, tensors, opts):  # the fast path: a synchronous call, a plain tensor
             self._sequence += 1
             return self._done
-        return self._allreduce(tensors, opts)
+        return super().allreduce(tensors, opts)
 
-    @events.counted("allreduce_")
-    def _allreduce(self, tensors: Any, opts: Any) -> Work:
-        tensors, op = bare_each(_list(tensors)), _op(opts)
+    def start_all_reduce(self, tensor: torch.Tensor, op: int) -> None:
+        self.collectives.all_reduce_dense(tensor, op)
 
-        def run() -> None:
-            for tensor in tensors:
-                if tensor.layout == torch.strided:  # `bare_each` has checked it
-                    self.collectives.all_reduce_bare(tensor.detach(), op)
-                else:
-                    self.collectives.all_reduce(tensor, op)
+    def start_reduce(self, tensor: torch.Tensor, op: int, root: int) -> None:
+        low = lower(tensor, op)
+        if low.op is None:
+            result = self.collectives.gather_and_reduce(low)
+        else:
+            address = low.tensor.data_ptr()
+            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root, low.original_code)
+            result = low.tensor if low.restore is None else low.restore(low.tensor)
+        if self._rank == root and (low.op is None or low.restore is not None):
+            tensor.copy_(result)
 
-        return self._run_operation("all_reduce", tensors, run, tensors, opts)
-
-    @events.counted("allreduce_coalesced_")
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        """All-reduce of several tensors in place."""
-        return self._allreduce(tensors, opts)
-
-    @events.counted("reduce_")
-    def reduce(self, tensors: Any, opts: Any) -> Work:
-        """Reduce to one rank in place."""
-        tensors = bare_each(tensors)
-        op = op_code(opts.reduceOp)
-
-        def run() -> None:
-            for tensor in tensors:
-                self.collectives.reduce(tensor, op, _root(opts))
-
-        return self._run_operation("reduce", tensors, run, tensors, opts)
-
-    @events.counted("reduce_scatter_")
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
-        """Reduce-scatter of a list of tensors for each output."""
-        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
-        op = _op(opts)
-
-        def run() -> None:
-            for output, inputs in zip(outputs, input_lists, strict=True):
-                self.collectives.reduce_scatter(output, inputs, op)
-
-        return self._run_operation("reduce_scatter", [t for inputs in input_lists for t in inputs], run, outputs, opts)
-
-    @events.counted("_reduce_scatter_base_")
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
-        """Reduce-scatter of one tensor that has the ranks' inputs in order."""
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    @events.counted("reduce_scatter_tensor_coalesced_")
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Several operations like `reduce_scatter_single`."""
-        outputs, inputs = bare_each(outputs), bare_each(inputs)
-        op = _op(opts)
-
-        def run() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                self.collectives.reduce_scatter_single(output, source, op)
-
-        return self._run_operation("reduce_scatter", inputs, run, outputs, opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    @events.counted("broadcast_")
-    def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
-        """Broadcast in place; `opts` may be a rank."""
-        tensors, root = bare_each(_list(tensors)), _root(opts)
-
-        def run() -> None:
-            for tensor in tensors:
-                self.collectives.broadcast(tensor, root)
-
-        return self._run_operation("broadcast", tensors, run, tensors, opts)
-
-    @events.counted("allgather_")
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
-        """All-gather into a list of tensors for each input."""
-        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
-
-        def run() -> None:
-            for outputs, source in zip(output_lists, inputs, strict=True):
-                self.collectives.all_gather(outputs, source)
-
-        return self._run_operation("all_gather", inputs, run, output_lists, opts)
-
-    @events.counted("allgather_coalesced_")
-    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
-        """All-gather of several inputs; output_lists[rank][i] gets a rank's input i."""
-        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
-
-        def run() -> None:
-            for i, source in enumerate(inputs):
-                self.collectives.all_gather([outputs[i] for outputs in output_lists], source)
-
-        return self._run_operation("all_gather", inputs, run, output_lists, opts)
-
-    @events.counted("_allgather_base_")
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
-        """All-gather into one tensor."""
-        return self.all_gather_single_coalesced([output], [source], opts)
-
-    _allgather_base = all_gather_single
-
-    @events.counted("allgather_into_tensor_coalesced_")
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Several operations like `all_gather_single`."""
-        outputs, inputs = bare_each(outputs), bare_each(inputs)
-
-        def run() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                self.collectives.all_gather_single(output, source)
-
-        return self._run_operation("all_gather", inputs, run, outputs, opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    @events.counted("gather_")
-    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
-        """Gather to one rank."""
-        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
-
-        def run() -> None:
-            for i, source in enumerate(inputs):
-                self.collectives.gather(output_lists[i] if output_lists else [], source, _root(opts))
-
-        return self._run_operation("gather", inputs, run, output_lists, opts)
-
-    @events.counted("scatter_")
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
-        """Scatter from one rank."""
-        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
-
-        def run() -> None:
-            for i, output in enumerate(outputs):
-                self.collectives.scatter(output, input_lists[i] if input_lists else [], _root(opts))
-
-        return self._run_operation("scatter", outputs, run, outputs, opts)
-
-    @events.counted("alltoall_")
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """All-to-all of lists of tensors."""
-        outputs, inputs = bare_each(outputs), bare_each(inputs)
-        return self._run_operation(
-            "all_to_all", inputs, lambda: self.collectives.all_to_all(outputs, inputs), outputs, opts
+    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: int) -> None:
+        if any(tensor.numel() != output.numel() for tensor in inputs):
+            self._reduce_scatter_uneven(output, inputs, op)
+            return
+        lows = [lower(tensor, op) for tensor in inputs]
+        first = lows[0]
+        if first.op is None:
+            everything = torch.stack([low.tensor.reshape(-1) for low in lows])
+            whole = Lowered(everything, first.code, None, combine=first.combine)
+            output.copy_(self.collectives.gather_and_reduce(whole)[self._rank].view(output.shape))
+            return
+        into = output if first.restore is None else torch.empty_like(first.tensor)
+        self.native.reduce_scatter(
+            [low.tensor.data_ptr() for low in lows],
+            into.data_ptr(),
+            first.tensor.numel(),
+            first.code,
+            first.op,
+            first.original_code,
         )
+        if first.restore is not None:
+            output.copy_(first.restore(into).view(output.shape))
 
-    @events.counted("alltoall_base_")
-    def all_to_all_single(
-        self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> Work:
-        """All-to-all of slices of one tensor."""
-        output, source = bare_each(output), bare_each(source)
+    def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], op: int) -> None:
+        """A reduce-scatter of pieces of different sizes, as one reduction for each rank that receives a piece."""
+        for root, tensor in enumerate(inputs):
+            given = tensor.clone()  # an input must not change
+            self.start_reduce(given, op, root)
+            if root == self._rank:
+                output.copy_(given.view(output.shape))
 
-        def run() -> None:
-            self.collectives.all_to_all_single(output, source, output_splits or [], input_splits or [])
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.native.broadcast(tensor.data_ptr(), tensor.numel(), code_of(tensor.dtype), root)
 
-        return self._run_operation("all_to_all", [source], run, [output], opts)
+    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        counts = [output.numel() for output in outputs]
+        self.native.all_gather(tensor.data_ptr(), _addresses(outputs), counts, code_of(tensor.dtype))
 
-    alltoall_base = all_to_all_single
+    def start_all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        # No tensors are made for the parts: this is called for each layer by those who shard weights.
+        count, first = tensor.numel(), output.data_ptr()
+        addresses = [first + rank * count * tensor.element_size() for rank in range(self._size)]
+        self.native.all_gather(tensor.data_ptr(), addresses, [count] * self._size, code_of(tensor.dtype))
+
+    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        code = code_of(tensor.dtype)
+        self.native.gather(tensor.data_ptr(), _addresses(outputs or []), tensor.numel(), code, root)
+
+    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> None:
+        code = code_of(output.dtype)
+        self.native.scatter(_addresses(inputs or []), output.data_ptr(), output.numel(), code, root)
+
+    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        self.native.all_to_all(
+            _addresses(inputs),
+            [tensor.numel() for tensor in inputs],
+            _addresses(outputs),
+            [tensor.numel() for tensor in outputs],
+            code_of(outputs[0].dtype),
+        )
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks."""
@@ -300,45 +174,35 @@ class ShmProcessGroup(TorchGroup):
 
     # --- messages
 
-    def send(self, tensors: Any, peer: int, tag: int) -> Work:
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """Send one tensor."""
-        tensors = bare_each(tensors)
-        return self._join(
-            [self._post_recorded("send", tensor, lambda t: self._mail.send(t, peer, tag)) for tensor in tensors]
-        )
+        return self._post("send", tensors, lambda tensor: self._mail.send(tensor, peer, tag))
 
-    def recv(self, tensors: Any, peer: int, tag: int) -> Work:
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """Receive one tensor."""
-        tensors = bare_each(tensors)
         name = "recvAnySource" if peer == ANY else "recv"
-        return self._join([self._post_recorded(name, t, lambda t: self._mail.receive(t, peer, tag)) for t in tensors])
+        return self._post(name, tensors, lambda tensor: self._mail.receive(tensor, peer, tag))
 
-    def recv_anysource(self, tensors: Any, tag: int) -> Work:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive one tensor of whoever sends it."""
         return self.recv(tensors, ANY, tag)
 
-    def _post_recorded(
-        self, name: str, tensor: torch.Tensor, post: Callable[[torch.Tensor], MessageWork]
-    ) -> MessageWork:
-        end = events.begin("shm", name, [tensor])
-        work = post(tensor)
-        if end is not None:
-            work.when_done(end)
-        return work
-
-    def _join(self, works: list[Work]) -> Work:
-        if self._batch is not None:
-            self._batch.extend(works)
+    def _post(self, name: str, tensors: Any, post: Callable[[torch.Tensor], MessageWork]) -> Work:
+        works: list[Work] = []
+        for tensor in bare_each(tensors):
+            end = events.begin("shm", name, [tensor])
+            work = post(tensor)
+            if end is not None:
+                work.when_done(end)
+            works.append(work)
+        if self._coalescing is not None:
+            self._coalescing.extend(works)
         return works[0] if len(works) == 1 else JoinedWork(works)
 
     # --- what torch asks a group
 
-    def getBackendName(self) -> str:
-        """The name under which it is registered."""
-        return "shm"
-
-    name = getBackendName
-    _get_backend_name = getBackendName
+    def _get_backend_name(self) -> str:
+        return self.NAME
 
     def get_group_store(self) -> Store:
         """The store through which the ranks have met."""
@@ -352,20 +216,15 @@ class ShmProcessGroup(TorchGroup):
         """Whether torch could ask for tensors in this backend's memory; it is `comm.symm_empty` here."""
         return False
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long the next operations may wait for a peer."""
-        self.native.timeout = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
-
-    def _get_timeout(self) -> timedelta:
-        return timedelta(seconds=self.native.timeout)
-
     def abort(self) -> None:
         """Make the operations under way fail, here and on the peers."""
         self.native.abort()
 
     def shutdown(self) -> None:
         """Leave the group after all submitted operations; peers that still wait for this rank get an error."""
-        self._executor.close(None)  # each operation has a deadline
+        super().shutdown()
         self._finalizer()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

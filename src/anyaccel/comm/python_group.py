@@ -5,6 +5,9 @@
 
 A subclass implements the operations of python_operations.py. `torch.distributed` calls the methods here from Python,
 and some from C++ through its trampoline.
+
+What a call gives is checked when it is called; memory is taken and filled when the operation runs, since an earlier one
+may still write to the same tensors.
 """
 
 from __future__ import annotations
@@ -17,326 +20,349 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ReduceOp, Work
+from torch.distributed import Work
 
 from anyaccel.comm import events, log, sparse
-from anyaccel.comm.dtypes import OP_NAMES, op_code
+from anyaccel.comm.dtypes import SUM, op_code
 from anyaccel.comm.executor import Executor
 from anyaccel.comm.python_messages import MessageWork
-from anyaccel.comm.python_operations import Disagreement, Operations, Wait, done
-from anyaccel.comm.tensors import Target, Values, is_sparse, values
-from anyaccel.comm.work import JoinedWork, ShmWork, register
+from anyaccel.comm.python_operations import Disagreement, Operations, Wait
+from anyaccel.comm.tensors import Target, Values, bare_each, is_sparse, same_dtype, values
+from anyaccel.comm.work import DoneWork, JoinedWork, register
 from anyaccel.errors import AnyAccelError, UsageError
 
-Start = Callable[[], Wait]
+Start = Callable[[], Wait | None]
 
 
 class PythonGroup(Operations):
-    """A process group of CPU tensors.
+    """A process group of CPU tensors. A synchronous operation runs in the calling thread if no other is pending; all
+    others run in order on a thread of the group.
 
     Attributes:
         STARTS_AT_ONCE: whether an operation may start while earlier ones are under way; otherwise it starts when the
             one before it is complete.
+        is_part: whether it is a part of a `HierarchicalGroup`, which logs and records the operations itself.
     """
 
     STARTS_AT_ONCE = False
+    is_part = False
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta, executor: Executor | None = None) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self.timeout = timeout
+        self._executor = executor or self._own_executor()
+        self._coalescing: list[Work] | None = None
+        self._done = DoneWork()
+
+    def _own_executor(self) -> Executor:
         own = weakref.ref(self)
 
         def abort() -> None:
             if (group := own()) is not None:
                 group.failed()
 
-        def patience() -> float:
+        def seconds() -> float:
             group = own()
             return math.inf if group is None else group.timeout.total_seconds()
 
-        self._executor = Executor(f"anyaccel-{self.NAME}-{rank}", abort=abort, timeout=patience)
-        self._coalescing: list[Work] | None = None
+        return Executor(f"anyaccel-{self.NAME}-{self._rank}", abort=abort, timeout=seconds)
 
     # How operations run ----------------------------------------------------------------------------------------
 
     def _run_operation(
-        self,
-        name: str,
-        given: Sequence[torch.Tensor],
-        start: Start,
-        targets: Sequence[Target],
-        outputs: Any,
-        options: Any = None,
-    ) -> ShmWork:
-        """Run an operation in this thread, or, if it is asynchronous, on the group's thread after earlier operations.
+        self, name: str, given: Sequence[torch.Tensor], start: Start, outputs: Any, options: Any = None
+    ) -> Work:
+        """Run an operation now, or on the group's thread after earlier operations.
 
         Args:
             given: the inputs of this rank, for the log and profilers.
-            targets: what the operation writes.
             outputs: the value of the work's future.
         """
         self._sequence += 1
-        asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
         since = time.perf_counter()
-        wait = start() if self.STARTS_AT_ONCE else None
+        started = (start(),) if self.STARTS_AT_ONCE else None
 
         def run() -> None:
-            begin = since if wait else time.perf_counter()
+            begin = since if started else time.perf_counter()
             try:
-                (wait or start())()
+                wait = started[0] if started else start()
+                if wait is not None:
+                    wait()
             except (UsageError, Disagreement):
                 raise  # nothing is left half sent, so the group stays usable
             except (RuntimeError, AnyAccelError):
                 self.failed()
                 raise
-            for target in targets:
-                target.store()
-            if log.active():
+            if log.active() and not self.is_part:
                 size = sum(tensor.numel() * tensor.element_size() for tensor in given)
                 log.record(name, size, time.perf_counter() - begin, self)
 
-        run = events.recorded(self.NAME, name, given, run)
+        call = run if self.is_part else events.recorded(self.NAME, name, given, run)
+        asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
         if asynchronous or self._executor.pending:
-            work = self._executor.submit(run, outputs)
+            work = self._executor.submit(call, outputs)
             register(work, outputs)
             if self._coalescing is not None:
                 self._coalescing.append(work)
             if not asynchronous:
                 work.wait()
             return work
-        run()
-        return ShmWork(outputs, done=True)
+        call()
+        return self._done
 
-    def _check_one_per_rank(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+    def _check_one_per_rank(self, tensors: Any, what: str) -> list[torch.Tensor]:
         if len(tensors) != self._size:
             raise UsageError(f"{what} needs one tensor a rank: {self._size}; got {len(tensors)}")
         return list(tensors)
 
-    def _check_rank(self, rank: int, what: str) -> None:
+    def _root(self, options: Any, what: str) -> int:
+        """The rank in torch's options object, in place of which callers may pass the rank itself."""
+        rank = int(getattr(options, "rootRank", options or 0))
         if not 0 <= rank < self._size:
             raise UsageError(f"{what} with rank {rank} in a group of {self._size} ranks")
+        return rank
 
     # torch.distributed's names -------------------------------------------------------------------------------
 
     @events.counted("allreduce_")
-    def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
-        opts = opts or dist.AllreduceOptions()
-        tensor = _single(tensors)
-        op = _reduction(opts.reduceOp)
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        tensor, op = _single(tensors), _reduction(opts)
         if is_sparse(tensor):
             return self._sparse_all_reduce(tensor, op, opts)
-        target = Values(tensor)
-        return self._run_operation(
-            "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
-        )
 
-    def _sparse_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, opts: Any) -> ShmWork:
-        sparse.check(tensor, op_code(op))
+        def start() -> Wait | None:
+            target = Values(tensor)
+            return _stored(self.start_all_reduce(target.memory, op), target)
 
-        def start() -> Wait:
-            # Run it here, as its parts must run in the same order on all ranks.
-            sparse.all_reduce(tensor, op_code(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
-            return done
+        return self._run_operation("all_reduce", [tensor], start, [tensor], opts)
 
-        given = [tensor._values().detach()]
-        return self._run_operation("all_reduce", given, start, [], [tensor], opts)
+    def _sparse_all_reduce(self, tensor: torch.Tensor, op: int, opts: Any) -> Work:
+        sparse.check(tensor, op)
+
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            if (wait := self.start_all_gather(parts, own)) is not None:
+                wait()
+
+        # All of it here, as its parts must run in the same order on all ranks.
+        def start() -> None:
+            sparse.all_reduce(tensor, op, self._size, gather)
+
+        return self._run_operation("all_reduce", [tensor._values().detach()], start, [tensor], opts)
 
     @events.counted("allreduce_coalesced_")
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
-        each = dist.AllreduceOptions()
-        each.reduceOp = (opts or dist.AllreduceCoalescedOptions()).reduceOp
-        return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return JoinedWork([self.allreduce([tensor], opts) for tensor in tensors])
 
     @events.counted("reduce_")
-    def reduce(self, tensors: Any, opts: Any) -> ShmWork:
-        tensor = _single(tensors)
-        op, root = _reduction(opts.reduceOp), opts.rootRank
-        self._check_rank(root, "reduce")
-        target = Values(tensor)
-        # Other ranks than the root reduce a copy, as their tensor must not change.
-        space = target.memory if self._rank == root else values(tensor).clone()
-        targets = [target] if self._rank == root else []
-        return self._run_operation(
-            "reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts
-        )
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        tensor, op, root = _single(tensors), _reduction(opts), self._root(opts, "reduce")
+
+        def start() -> Wait | None:
+            target = Values(tensor)
+            wait = self.start_reduce(target.memory, op, root)
+            return _stored(wait, target) if self._rank == root else wait
+
+        return self._run_operation("reduce", [tensor], start, [tensor], opts)
 
     @events.counted("broadcast_")
-    def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
-        opts = opts or dist.BroadcastOptions()
-        self._check_rank(opts.rootRank, "broadcast")
-        tensor = _single(tensors)
-        target = Values(tensor)
-        return self._run_operation(
-            "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
-        )
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        tensor, root = _single(tensors), self._root(opts, "broadcast")
+
+        def start() -> Wait | None:
+            target = Values(tensor)
+            return _stored(self.start_broadcast(target.memory, root), target)
+
+        return self._run_operation("broadcast", [tensor], start, [tensor], opts)
 
     @events.counted("allgather_")
-    def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
-        outputs = self._check_one_per_rank(output_lists[0], "all_gather")
-        targets = [Target(output) for output in outputs]
-        dense = values(_single(tensors))
-        memory = [target.memory for target in targets]
-        return self._run_operation(
-            "all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts
-        )
+    def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> Work:
+        outputs, tensor = bare_each(self._check_one_per_rank(output_lists[0], "all_gather")), _single(tensors)
+        same_dtype([tensor, *outputs], "all_gather")
+        if (room := outputs[self._rank].numel()) != tensor.numel():
+            raise UsageError(f"all_gather of {tensor.numel()} elements with room for {room} in output {self._rank}")
+
+        def start() -> Wait | None:
+            targets = [Target(output) for output in outputs]
+            return _stored(self.start_all_gather([each.memory for each in targets], values(tensor)), *targets)
+
+        return self._run_operation("all_gather", [tensor], start, [outputs], opts)
 
     @events.counted("allgather_coalesced_")
-    def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
+    def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> Work:
         return JoinedWork(
             [
-                self.allgather([[outputs[index] for outputs in output_lists]], [tensor])
+                self.allgather([[outputs[index] for outputs in output_lists]], [tensor], opts)
                 for index, tensor in enumerate(tensors)
             ]
         )
 
     @events.counted("_allgather_base_")
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
+        output, tensor = bare_each(output), bare_each(tensor)
+        same_dtype([output, tensor], "all_gather")
         if output.numel() != self._size * tensor.numel():
             raise UsageError(
-                f"all_gather_into_tensor: {self._size} ranks give {tensor.numel()} elements each, the output has "
-                f"{output.numel()}"
+                f"all_gather of {tensor.numel()} elements a rank into {output.numel()}: must be {self._size} times as "
+                "many"
             )
-        target, dense = Target(output), values(tensor)
-        parts = list(target.memory.reshape(self._size, -1).unbind()) if output.numel() else []
-        start = (lambda: self.start_all_gather(parts, dense.reshape(-1))) if parts else _nothing
-        return self._run_operation("all_gather", [tensor], start, [target], output, opts)
+
+        def start() -> Wait | None:
+            target = Target(output)
+            return _stored(self.start_all_gather_single(target.memory, values(tensor)), target)
+
+        return self._run_operation("all_gather", [tensor], start, output, opts)
 
     _allgather_base = all_gather_single
 
+    def start_all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Wait | None:
+        """All-gather of tensors of one size into one, in rank order."""
+        parts = _rows(output, self._size)
+        return self.start_all_gather(parts, tensor) if parts else None
+
     @events.counted("allgather_into_tensor_coalesced_")
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
-        return JoinedWork([self.all_gather_single(o, t) for o, t in zip(outputs, tensors, strict=True)])
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+        return JoinedWork([self.all_gather_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @events.counted("reduce_scatter_")
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
-        opts = opts or dist.ReduceScatterOptions()
-        output = _single(outputs)
-        given = self._check_one_per_rank(input_lists[0], "reduce_scatter")
-        target, inputs, op = Target(output), [values(tensor) for tensor in given], _reduction(opts.reduceOp)
-        return self._run_operation(
-            "reduce_scatter",
-            inputs,
-            lambda: self.start_reduce_scatter(target.memory, inputs, op),
-            [target],
-            [output],
-            opts,
-        )
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
+        output, op = _single(outputs), _reduction(opts)
+        inputs = bare_each(self._check_one_per_rank(input_lists[0], "reduce_scatter"))
+        same_dtype([output, *inputs], "reduce_scatter")
+        if (given := inputs[self._rank].numel()) != output.numel():
+            raise UsageError(f"reduce_scatter to {output.numel()} elements with {given} in input {self._rank}")
+
+        def start() -> Wait | None:
+            target = Target(output)
+            return _stored(self.start_reduce_scatter(target.memory, list(map(values, inputs)), op), target)
+
+        return self._run_operation("reduce_scatter", inputs, start, [output], opts)
 
     @events.counted("_reduce_scatter_base_")
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
-        opts = opts or dist.ReduceScatterOptions()
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
+        output, tensor, op = bare_each(output), bare_each(tensor), _reduction(opts)
+        same_dtype([output, tensor], "reduce_scatter")
         if tensor.numel() != self._size * output.numel():
             raise UsageError(
-                f"reduce_scatter_tensor: {self._size} ranks get {output.numel()} elements each, the input has "
-                f"{tensor.numel()}"
+                f"reduce_scatter of {tensor.numel()} elements to {output.numel()} a rank: must be {self._size} times "
+                "as many"
             )
-        target, op = Target(output), _reduction(opts.reduceOp)
-        parts = list(values(tensor).reshape(self._size, -1).unbind()) if output.numel() else []
-        start = (lambda: self.start_reduce_scatter(target.memory.reshape(-1), parts, op)) if parts else _nothing
-        return self._run_operation("reduce_scatter", [tensor], start, [target], output, opts)
+
+        def start() -> Wait | None:
+            target = Target(output)
+            parts = _rows(values(tensor), self._size)
+            return _stored(self.start_reduce_scatter(target.memory.view(-1), parts, op), target) if parts else None
+
+        return self._run_operation("reduce_scatter", [tensor], start, output, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @events.counted("reduce_scatter_tensor_coalesced_")
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
-        opts = opts or dist.ReduceScatterOptions()
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
         return JoinedWork([self.reduce_scatter_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @events.counted("alltoall_base_")
     def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> ShmWork:
-        target, dense = Target(output), values(tensor)
-        outputs, inputs = self._split(target.memory, output_splits), self._split(dense, input_splits)
-        return self._run_operation(
-            "all_to_all", [tensor], lambda: self.start_all_to_all(outputs, inputs), [target], output, opts
-        )
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Work:
+        output, tensor = bare_each(output), bare_each(tensor)
+        same_dtype([output, tensor], "all_to_all")
+        rows, given = self._rows_of(output, output_splits, "output"), self._rows_of(tensor, input_splits, "input")
+
+        def start() -> Wait | None:
+            target = Target(output)
+            parts = [
+                list(memory.split_with_sizes(count))
+                for memory, count in ((target.memory, rows), (values(tensor), given))
+            ]
+            return _stored(self.start_all_to_all(*parts), target)
+
+        return self._run_operation("all_to_all", [tensor], start, output, opts)
 
     alltoall_base = all_to_all_single
 
-    def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """Split a tensor by rows, evenly if `rows` is empty."""
-        if rows:
-            if len(rows) != self._size or sum(rows) != tensor.size(0):
-                raise UsageError(
-                    f"all_to_all_single: splits {list(rows)} for {self._size} ranks, {tensor.size(0)} rows"
-                )
-            return list(torch.split(tensor, list(rows)))
-        if tensor.size(0) % self._size:
-            raise UsageError(f"all_to_all_single: {tensor.size(0)} rows cannot be split among {self._size} ranks")
-        return list(torch.split(tensor, tensor.size(0) // self._size)) if tensor.size(0) else [tensor] * self._size
+    def _rows_of(self, tensor: torch.Tensor, splits: Sequence[int], which: str) -> list[int]:
+        """How many rows of a tensor are of each rank; all have as many where there are no splits."""
+        rows = tensor.size(0)
+        if not splits and rows % self._size == 0:
+            return [rows // self._size] * self._size
+        if not splits:
+            raise UsageError(f"all_to_all: {rows} rows of the {which} cannot be split evenly for {self._size} ranks")
+        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+            raise UsageError(f"all_to_all: {which} splits {list(splits)} for {self._size} ranks and {rows} rows")
+        return list(splits)
 
     @events.counted("alltoall_")
-    def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
-        targets = [Target(output) for output in self._check_one_per_rank(outputs, "all_to_all")]
-        inputs = [values(tensor) for tensor in self._check_one_per_rank(tensors, "all_to_all")]
-        memory = [target.memory for target in targets]
-        return self._run_operation(
-            "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
-        )
+    def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+        outputs = bare_each(self._check_one_per_rank(outputs, "all_to_all"))
+        inputs = bare_each(self._check_one_per_rank(tensors, "all_to_all"))
+        same_dtype([*outputs, *inputs], "all_to_all")
+
+        def start() -> Wait | None:
+            targets = [Target(output) for output in outputs]
+            wait = self.start_all_to_all([each.memory for each in targets], list(map(values, inputs)))
+            return _stored(wait, *targets)
+
+        return self._run_operation("all_to_all", inputs, start, outputs, opts)
 
     @events.counted("gather_")
-    def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
-        self._check_rank(opts.rootRank, "gather")
-        outputs = (
-            self._check_one_per_rank(output_lists[0], "gather")
-            if output_lists and self._rank == opts.rootRank
-            else None
-        )
-        targets = [Target(output) for output in outputs or []]
-        dense, memory = values(_single(tensors)), [target.memory for target in targets] if outputs else None
-        return self._run_operation(
-            "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
-        )
+    def gather(self, output_lists: Any, tensors: Any, opts: Any) -> Work:
+        root, tensor, outputs = self._root(opts, "gather"), _single(tensors), None
+        if self._rank == root:
+            outputs = bare_each(self._check_one_per_rank(output_lists[0] if output_lists else [], "gather"))
+            _check_alike("gather", [tensor, *outputs])
+
+        def start() -> Wait | None:
+            targets = [Target(output) for output in outputs or ()]
+            memory = [each.memory for each in targets] if outputs else None
+            return _stored(self.start_gather(memory, values(tensor), root), *targets)
+
+        return self._run_operation("gather", [tensor], start, [outputs or []], opts)
 
     @events.counted("scatter_")
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
-        self._check_rank(opts.rootRank, "scatter")
-        output = _single(outputs)
-        target = Target(output)
-        mine = self._rank == opts.rootRank
-        inputs = [values(tensor) for tensor in self._check_one_per_rank(input_lists[0], "scatter")] if mine else None
-        return self._run_operation(
-            "scatter",
-            [output],
-            lambda: self.start_scatter(target.memory, inputs, opts.rootRank),
-            [target],
-            [output],
-            opts,
-        )
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
+        root, output, inputs = self._root(opts, "scatter"), _single(outputs), None
+        if self._rank == root:
+            inputs = bare_each(self._check_one_per_rank(input_lists[0] if input_lists else [], "scatter"))
+            _check_alike("scatter", [output, *inputs])
+
+        def start() -> Wait | None:
+            target = Target(output)
+            given = None if inputs is None else list(map(values, inputs))
+            return _stored(self.start_scatter(target.memory, given, root), target)
+
+        return self._run_operation("scatter", [output], start, [output], opts)
 
     # Messages start at once, outside the order of collectives, as either side may come first.
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         tensor = _single(tensors)
         return MessageWork(self.start_send(values(tensor), peer, tag), None, [tensor])
 
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         return self._recv(tensors, peer, tag)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self._recv(tensors, None, tag)
 
-    def _recv(self, tensors: Any, peer: int | None, tag: int) -> MessageWork:
+    def _recv(self, tensors: Any, peer: int | None, tag: int) -> Work:
         tensor = _single(tensors)
         target = Target(tensor)
         return MessageWork(self.start_recv(target.memory, peer, tag), target, [tensor])
 
-    def barrier(self, opts: Any = None) -> ShmWork:
-        return self._run_operation("barrier", [], self.start_barrier, [], [], opts)
+    def barrier(self, opts: Any = None) -> Work:
+        return self._run_operation("barrier", [], self.start_barrier, [], opts)
 
     # The group itself ----------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalescing = []
 
-    def _end_coalescing(self, device: Any) -> JoinedWork:
+    def _end_coalescing(self, device: Any) -> Work:
         works, self._coalescing = self._coalescing or [], None
         return JoinedWork(works)
 
@@ -373,12 +399,26 @@ def divide_by(total: torch.Tensor, count: int) -> None:
     total.div_(count, rounding_mode=None if total.dtype.is_floating_point else "trunc")
 
 
-def _nothing() -> Wait:
-    return done
+def _stored(wait: Wait | None, *targets: Target) -> Wait:
+    """What waits for an operation, and then stores what it has written."""
+
+    def finish() -> None:
+        if wait is not None:
+            wait()
+        for target in targets:
+            target.store()
+
+    return finish
+
+
+def _rows(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """A dense tensor as `count` parts of one size; none where it is empty."""
+    return list(tensor.view(count, -1).unbind()) if tensor.numel() else []
 
 
 def _single(tensors: Any) -> torch.Tensor:
-    """The tensor itself, or the only one of a list."""
+    """The tensor itself, or the only one of a list, as `bare_each` leaves it."""
+    tensors = bare_each(tensors)
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -387,9 +427,13 @@ def _single(tensors: Any) -> torch.Tensor:
     return tensor
 
 
-# torch's reductions by their numbers.
-OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
+def _reduction(options: Any) -> int:
+    """The reduction in torch's options object, in place of which callers may pass the reduction itself."""
+    return SUM if options is None else op_code(getattr(options, "reduceOp", options))
 
 
-def _reduction(op: Any) -> ReduceOp.RedOpType:
-    return OPS[op_code(op)]
+def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:
+    """Raise UsageError unless all tensors have the same dtype and number of elements."""
+    same_dtype(tensors, what)
+    if len(sizes := {tensor.numel() for tensor in tensors}) > 1:
+        raise UsageError(f"{what} needs tensors of one size; got {', '.join(map(str, sorted(sizes)))} elements")
