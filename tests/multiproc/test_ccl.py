@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ranks
 from anyaccel import comm, errors
 from anyaccel.comm import ccl
+from anyaccel.launch.cluster.address import interface_towards
 from anyaccel.ops.builders import ccl as builder
 from collective_cases import oneccl_folder
 
@@ -79,8 +80,8 @@ def test_environment_is_made_from_the_masters_address(tmp_path: Path, monkeypatc
     for name in ("CCL_KVS_IFACE", "CCL_ATL_TRANSPORT", "CCL_LOG_LEVEL", "PMI_RANK", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     found = builder.Installation(tmp_path, tmp_path, "libfabric.so.1", "libmpi.so.12")
-    assert ccl.interface_of("127.0.0.1") == "lo"
-    assert ccl.interface_of("no.such.host.invalid") == ""
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") is None
     wanted = ccl.environment(found, 0, 2, "127.0.0.1", 30)
     assert wanted["CCL_KVS_IFACE"] == wanted["FI_TCP_IFACE"] == "lo"
     assert wanted["CCL_ATL_TRANSPORT"] == "ofi"

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
-import socket
-import struct
 import threading
 from functools import cache
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 from anyaccel import env
 from anyaccel.errors import CommError
+from anyaccel.launch.cluster.address import interface_towards
 from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, find, why_not
 
 logger = logging.getLogger(__name__)
@@ -33,30 +31,6 @@ def is_available() -> bool:
 
 
 # The environment of oneCCL, which it reads once ---------------------------------------------------------------
-
-
-def interface_of(master: str) -> str:
-    """The network interface of this host by which `master` is reached; empty when that cannot be told."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return ""
-    if family == socket.AF_INET6:
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        wanted = socket.inet_pton(family, own.partition("%")[0]).hex()
-        return next((line[5] for line in lines if line[0] == wanted), "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(found[20:24]) == own:
-                return name
-    return ""
 
 
 def under_mpirun(rank: int, size: int) -> bool:
@@ -76,7 +50,7 @@ def environment(found: Installation, rank: int, size: int, master: str, timeout:
             f"backend ccl: no libfabric, and the ranks are not started by mpirun: {PIP_LINE}, or install your "
             "distribution's libfabric1"
         )
-    interface = interface_of(master)
+    interface = interface_towards(master)
     wanted = {
         "CCL_ATL_TRANSPORT": "mpi" if mpi else "ofi",
         "CCL_WORKER_OFFLOAD": "0",  # no thread of its own, which would take the rank's cores

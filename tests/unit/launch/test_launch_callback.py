@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from anyaccel.launch.cluster import callback, channel
+from anyaccel.launch.cluster import channel
 from anyaccel.launch.cluster.callback import AgentListener
 
 # Connects so often, says so, and keeps the connections until its input ends.
@@ -48,10 +48,7 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("kept_free", [callback._KEPT_FREE, -1000], ids=["counted", "every file is taken"])
-def test_callers_that_say_nothing_keep_no_agent_out(few_files, monkeypatch, kept_free):
-    monkeypatch.setattr(callback, "_SHORT_AUTHENTICATION_S", 0.1)
-    monkeypatch.setattr(callback, "_KEPT_FREE", kept_free)
+def test_callers_that_say_nothing_keep_no_agent_out(few_files):
     heard = []
     reception = AgentListener(
         "word", ["localhost"], lambda connection, _reader, data: heard.append((connection, data)), 1

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from anyaccel.errors import CommError, UsageError
 
@@ -112,21 +113,28 @@ def addresses_for_others() -> list[str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface whose own IPv4 address reaches `address`; None where that cannot be told."""
+    """The network interface whose own address reaches `address`; None where that cannot be told."""
     for family, target in _resolve(address):
-        if family != socket.AF_INET:
-            continue
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((target, 9))
+                probe.connect((target, 9))  # sends nothing
                 own = probe.getsockname()[0]
-                for _, name in socket.if_nameindex():
-                    # If the target is this host, the route leads through the loopback: take the target's interface.
-                    if addresses_of_interface(name) in ([own], [target]):
-                        return name
             except OSError:
                 continue
+        # If the target is this host, the route leads through the loopback: take the target's interface.
+        for name in [name for _, name in socket.if_nameindex()]:
+            found = addresses_of_interface(name) if family == socket.AF_INET else _ipv6_addresses(name)
+            if own in found or target in found:
+                return name
     return None
+
+
+def _ipv6_addresses(interface: str) -> list[str]:
+    try:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return []
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in lines if line[5] == interface]
 
 
 def hostname_is_loopback() -> bool:

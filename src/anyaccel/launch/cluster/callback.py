@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import selectors
 import socket
 import time
@@ -26,15 +25,10 @@ VARIABLE = "ANYACCEL_CONTACT"
 # Seconds that a caller has to send the secret, and an agent to reach one of the launcher's addresses.
 _AUTHENTICATION_S = 10.0
 _CONNECT_S = 10.0
-# Seconds that a caller has while others wait to connect; an agent sends the secret as soon as it connects.
-_SHORT_AUTHENTICATION_S = 1.0
-# Bounds on the accepted connections that have not sent the secret; further ones wait in the kernel's queue.
-_MOST_UNAUTHENTICATED = 4096
-_LEAST_UNAUTHENTICATED = 16
-# File descriptors that are left for everything else.
-_KEPT_FREE = 48
+# Connections beyond the number of agents that have not sent the secret: when more come, the oldest is dropped.
+_STRANGERS = 32
 # Connections that are accepted in a row before messages of agents are read again.
-_AT_ONCE = 256
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -101,21 +95,11 @@ class Contact:
         raise ConnectionLostError(f"the launcher cannot be reached at {where}: {why}; a firewall may be in between")
 
 
-def _free_descriptors() -> int:
-    """How many files this process may still open, about."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return _MOST_UNAUTHENTICATED * 2
-    probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # the lowest free number
-    os.close(probe)
-    return soft - probe
-
-
 class AgentListener:
     """Listens for agents, and accepts those that know the secret.
 
-    Anybody on the network may connect and stay silent. The number of such connections is bounded by the limit on open
-    files; when the bound is reached, those that have been silent for a second are dropped.
+    Anybody on the network may connect and stay silent, so the number of such connections is bounded. An agent sends the
+    secret as soon as it connects.
 
     Args:
         hosts: names of the job's hosts: the launcher's addresses that face them are tried first.
@@ -128,12 +112,11 @@ class AgentListener:
         secret: str,
         hosts: Sequence[str],
         on_hello: Callable[[socket.socket, FrameReader, Any], None],
-        agents: int = 0,
+        agents: int,
     ) -> None:
         self._on_hello = on_hello
         self._unauthenticated: dict[int, tuple[socket.socket, FrameReader, float]] = {}
-        self._most = max(_LEAST_UNAUTHENTICATED, min(_MOST_UNAUTHENTICATED, _free_descriptors() - agents - _KEPT_FREE))
-        self._is_at_limit = False
+        self._most = agents + _STRANGERS
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
@@ -144,7 +127,7 @@ class AgentListener:
         """Descriptors to wait for."""
         if self._listener.fileno() < 0:
             return []
-        return [*([] if self._is_at_limit else [self._listener.fileno()]), *self._unauthenticated]
+        return [self._listener.fileno(), *self._unauthenticated]
 
     def read(self, descriptor: int) -> None:
         """Accept waiting callers, or read from one of them."""
@@ -152,16 +135,15 @@ class AgentListener:
             self._read_from(descriptor)
             return
         for _ in range(_AT_ONCE):
-            self._is_at_limit = len(self._unauthenticated) >= self._most
-            if self._is_at_limit:
-                return
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:
-                # Other errors mean that no connection is left, or that it was closed again.
-                self._is_at_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+            except OSError:  # none is left, or it was closed again
                 return
             self._accept(connection)
+            if len(self._unauthenticated) > self._most:
+                oldest = next(iter(self._unauthenticated))
+                self._read_from(oldest)
+                self._drop(oldest)
 
     def _accept(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -198,13 +180,11 @@ class AgentListener:
             self._unauthenticated.pop(number)[0].close()
 
     def drop_silent(self) -> None:
-        """Drop callers that have not sent the secret in time; that time is short while others wait to connect."""
-        latest = time.monotonic() + (_AUTHENTICATION_S - _SHORT_AUTHENTICATION_S if self._is_at_limit else 0)
+        """Drop callers that have not sent the secret in time."""
+        now = time.monotonic()
         for number, (_, _, deadline) in list(self._unauthenticated.items()):
-            if latest > deadline:
+            if now > deadline:
                 self._drop(number)
-        # The next accept() tells whether there is room; if no caller is silent, it is the agents that take it all.
-        self._is_at_limit = self._is_at_limit and len(self._unauthenticated) >= self._most
 
     def close(self) -> None:
         """Stop listening, and drop callers that have not sent the secret."""
