@@ -156,20 +156,21 @@ def interrupted(context: BrowserContext, url: str) -> None:
 
 
 def full(context: BrowserContext, url: str) -> None:
-    """A full browser is said, and loses nothing; the list of the page's earlier version is taken over."""
+    """A full browser is said, and loses nothing."""
     page = context.new_page()
     page.goto(url)
     one = """(id, size) => ({ id, title: id, system: "", changed: 1,
       messages: [{ role: "user", content: "x".repeat(size) }] })"""
     page.evaluate(f"""() => {{
       const one = {one};
-      const former = [1, 2, 3, 4].map((each) => one(`old ${{each}}`, 1_200_000));
-      localStorage.setItem("anyaccel.conversations", JSON.stringify(former));
+      for (const each of [1, 2, 3, 4]) {{
+        const made = one(`old ${{each}}`, 1_200_000);
+        localStorage.setItem(`anyaccel.conversation.${{made.id}}`, JSON.stringify(made));
+      }}
     }}""")
     page.reload()
     expect(page.locator("#list .entry")).to_have_count(4)
     expect(page.locator("#notice")).to_be_hidden()
-    assert page.evaluate("localStorage.getItem('anyaccel.conversations')") is None
     page.evaluate("""() => {
       for (let size = 1 << 20; size; size >>= 1) {
         const name = `filler ${size}`;
@@ -261,19 +262,6 @@ def settings(page: Page) -> None:
     expect(page.locator("#list .entry")).to_have_count(1)
 
 
-def former(page: Page) -> None:
-    """What an earlier version of the page has kept: the numbers that it said unasked are nobody's."""
-    kept = '{"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_tokens": null, "seed": 3, "theme": "dark", "model": ""}'
-    page.evaluate("kept => localStorage.setItem('anyaccel.settings', kept)", kept)
-    page.reload()
-    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-    for name, value in {"temperature": "", "top_p": "0.9", "top_k": "", "max_tokens": "", "seed": "3"}.items():
-        expect(page.locator(f"#{name}")).to_have_value(value)
-    page.evaluate("localStorage.removeItem('anyaccel.settings')")
-    page.reload()
-    expect(page.locator("#list .entry")).to_have_count(1)
-
-
 def headings(page: Page) -> None:
     """Marks that close a heading are none of it; and a line of blanks does not take seconds."""
     found = page.evaluate(
@@ -333,7 +321,6 @@ def main() -> None:
                 if scheme == "light" and device == "desktop":
                     converse(page, url)
                     settings(page)
-                    former(page)
                     headings(page)
                     key(page, locked)
                     for part in (tabs, interrupted, full, stopping):

@@ -23,7 +23,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from anyaccel.serve.ray import Options, app
+from anyaccel.serve.ray import ServeOptions, app
 from anyaccel.serve.ray.replica import Replica, cores_for
 from anyaccel.topology import read_machine
 from open_files import processes_with_files_below
@@ -289,7 +289,7 @@ def main() -> None:
             port = free.getsockname()[1]
         URL = f"http://127.0.0.1:{port}"
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        options = Options(
+        options = ServeOptions(
             num_cpus=1, max_replicas=2, replicas_per_node=1, target_ongoing_requests=1, max_batch=8, drain_seconds=60
         )
         serve.run(app(options), name="llm", route_prefix="/")

@@ -14,8 +14,8 @@ import native_models
 from anyaccel.inference.native.runtime import NativeModel
 from anyaccel.serve.engine.decoders import LocalDecoder
 from anyaccel.serve.engine.engine import ServingEngine
-from anyaccel.serve.engine.facts import Decoder, context_of
-from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.engine.facts import StepDecoder, context_of
+from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.interface import GenerationRequest, ModelFacts, SamplingParams, TokenLogprob
 
@@ -37,12 +37,12 @@ def decoder_of(model: NativeModel, settings: EngineSettings) -> LocalDecoder:
 
 @asynccontextmanager
 async def engine(
-    model: NativeModel | Callable[[Callable[[], object]], Decoder], tokenizer: Any = None, **settings: Any
+    model: NativeModel | Callable[[Callable[[], object]], StepDecoder], tokenizer: Any = None, **settings: Any
 ) -> AsyncIterator[ServingEngine]:
     """An engine in the running loop, closed at the end."""
     chosen = EngineSettings(**settings)
     load = model if callable(model) else lambda _check: decoder_of(model, chosen)
-    made = ServingEngine(load, chosen, Grammars("", tokenizer))
+    made = ServingEngine(load, chosen, GrammarCompiler("", tokenizer))
     try:
         yield made
     finally:

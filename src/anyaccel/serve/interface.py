@@ -27,6 +27,9 @@ class EngineFullError(AnyAccelError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[type[EngineFullError], tuple[str, float]]:
+        return type(self), (str(self), self.retry_after_s)
+
 
 class EngineStoppedError(AnyAccelError):
     """The engine, or one of its ranks, has died, or takes no more requests because it is to end; HTTP 503."""
@@ -67,6 +70,10 @@ class GrammarError(UsageError):
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param}: {problem}")
         self.param = param
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[GrammarError], tuple[str, str]]:
+        return type(self), (self.param, self.problem)
 
 
 @dataclass(frozen=True)

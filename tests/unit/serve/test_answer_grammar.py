@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.serve.api.chat import add_call
-from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.interface import Grammar, GrammarError
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
 from anyaccel.serve.json_schema import find_problem, prepare
@@ -64,7 +64,7 @@ class Taker:
 
     def __init__(self, marks: list[str]) -> None:
         self.text = Text(marks)
-        self._grammars = Grammars("", self.text)
+        self._grammars = GrammarCompiler("", self.text)
         self._grammars.vocabulary, self._grammars.ends = self.text.vocabulary, frozenset(self.text.end_tokens)
 
     def fits(self, grammar: Grammar, text: str) -> bool:

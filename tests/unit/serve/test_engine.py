@@ -264,11 +264,11 @@ class Gate:
     multi_step = False
     is_late = False
 
-    def apply(self, work: Any, multi_step: Any = None) -> Any:
+    def apply(self, step: Any, multi_step: Any = None) -> Any:
         assert self._steps.acquire(timeout=60)
         if (error := self._failure()) is not None:
             raise error
-        return self._inner.apply(work)
+        return self._inner.apply(step)
 
     def check(self) -> None:
         if (error := self._failure()) is not None:

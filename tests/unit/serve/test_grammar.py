@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.engine.grammar import Grammars
+from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.interface import Grammar, GrammarError, SamplingParams
 from anyaccel.serve.requests.structured import choice_grammar
 from serving import VOCAB, answer, engine, native, run
@@ -153,7 +153,7 @@ def test_an_expression_that_grows_too_large_is_the_requests_mistake(llama: Any) 
 
 def test_blanks_in_json_have_an_end() -> None:
     async def main() -> list[bool]:
-        grammars = Grammars("", Text())
+        grammars = GrammarCompiler("", Text())
         grammars.vocabulary, grammars.ends = VOCAB, frozenset({_END})
         try:
             matcher = (await grammars.constraint(Grammar("json_object"))).matcher

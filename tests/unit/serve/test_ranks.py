@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +18,13 @@ from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.serve.engine import ranks
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.engine.slots import Outcome, Work
+from anyaccel.serve.engine.step import StepInput, StepOutput
 
 READY = {
     "kind": "ready", "context": 64, "vocabulary": 131, "hidden": 32, "ends": [2], "page_bytes": 1024, "cache_pages": 8,
     "shares": True, "threads": 1,
 }  # fmt: skip
-STEP = Work(run=[(0, 1)])
+STEP = StepInput(run={0: 1})
 
 
 class Sockets:
@@ -69,7 +68,7 @@ def test_ranks_that_take_no_step_are_given_up(made: list[Sockets], monkeypatch: 
     decoder = ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
     try:
         for token in (7, 8):
-            made[0].say(0, {"kind": "outcome", "outcome": asdict(Outcome(tokens=[token]))})
+            made[0].say(0, {"kind": "output", "output": StepOutput(tokens=[token]).to_message()})
             assert decoder.apply(STEP).tokens == [token]
         assert not decoder.late()
         monkeypatch.setattr(Patience, "seconds", lambda _self, _tokens: 0.01)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve import interface as contract
-from anyaccel.serve.engine.routing import Routes
-from anyaccel.serve.ray import Options, app
-from anyaccel.serve.ray.calls import Call, Failure
+from anyaccel.errors import AnyAccelError, CapabilityError, ModelError, UsageError
+from anyaccel.serve import interface
+from anyaccel.serve.engine.replicas import Routes
+from anyaccel.serve.ray import ServeOptions, app
+from anyaccel.serve.ray.calls import ReplicaCall, portable
 
 
 def test_options_are_what_the_command_line_of_ray_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,64 +24,69 @@ def test_options_are_what_the_command_line_of_ray_gives(tmp_path: Path, monkeypa
     file = tmp_path / "small.gguf"
     file.touch()
     said = {"model": str(file), "num_cpus": "4", "group_size": "64", "prefix_cache": "false", "api_key": "sesame"}
-    options = Options.model_validate(said | {"served_model_name": "small", "max_waiting": "8"})
+    options = ServeOptions.model_validate(said | {"served_model_name": "small", "max_waiting": "8"})
     assert (options.cpus, options.group_size, options.prefix_cache) == (4, 64, False)
     assert [key.get_secret_value() for key in options.api_key] == ["sesame"] and "sesame" not in repr(options)
     assert (options.names, options.admitted) == (["small"], 40)
-    engine = options.of_engine()
+    engine = options.engine_settings()
     assert (engine.max_waiting, engine.prefix_cache, engine.replicas) == (40, False, 1)
-    assert (options.of_model().model, options.of_model().group_size) == (str(file), 64)
+    assert (options.model_options().model, options.model_options().group_size) == (str(file), 64)
     assert options.aliases == []
-    assert (Options(model=str(file)).names, Options(model=str(file)).aliases) == (["small"], [str(file)])
+    assert (ServeOptions(model=str(file)).names, ServeOptions(model=str(file)).aliases) == (["small"], [str(file)])
     assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_a_key_of_the_environment_is_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYACCEL_API_KEY", "sesame")
-    assert [key.get_secret_value() for key in Options().api_key] == ["sesame"]
-    assert Options().cpus >= 1
+    assert [key.get_secret_value() for key in ServeOptions().api_key] == ["sesame"]
+    assert ServeOptions().cpus >= 1
 
 
 def test_ray_finds_the_options_by_the_annotation_of_the_builder() -> None:
     (parameter,) = inspect.signature(app).parameters.values()
-    assert parameter.annotation is Options
+    assert parameter.annotation is ServeOptions
 
 
 @pytest.mark.parametrize("wrong", [{"modle": "x"}, {"num_cpus": -1}, {"dtype": "fp8"}, {"replicas": 0}])
 def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
-        Options.model_validate(wrong)
+        ServeOptions.model_validate(wrong)
 
 
 def test_without_ray_it_says_what_to_install() -> None:
     if find_spec("ray") is not None:
         pytest.skip("ray is installed here")
     with pytest.raises(AnyAccelError, match=r"pip install 'anyaccel\[ray\]'"):
-        app(Options())
+        app(ServeOptions())
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        contract.EngineStoppedError("a"),
-        contract.DeadlineError("b"),
-        contract.TooLongError("c"),
+        interface.EngineStoppedError("a"),
+        interface.DeadlineError("b"),
+        interface.TooLongError("c"),
         ModelError("d"),
         UsageError("e=1: f"),
         AnyAccelError("g"),
-        contract.GrammarError("regex", "h"),
-        contract.EngineFullError("i", 3.5),
+        interface.GrammarError("regex", "h"),
+        interface.EngineFullError("i", 3.5),
     ],
 )
 def test_errors_come_as_they_were(error: AnyAccelError) -> None:
-    again = pickle.loads(pickle.dumps(Failure.of(error))).error()
+    again = pickle.loads(pickle.dumps(portable(error)))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
+def test_an_error_of_another_kind_comes_as_its_base() -> None:
+    error = portable(CapabilityError("cpu", "streams", "none"))
+    assert (type(error), str(error)) == (AnyAccelError, "accelerator 'cpu' does not have 'streams': none")
+
+
 def test_a_call_takes_only_its_request_along() -> None:
-    call = Call(contract.GenerationRequest([1, 2], 3), [1, 2, 7], {"one"}, "two")
+    call = ReplicaCall(interface.GenerationRequest([1, 2], 3), [1, 2, 7], {"one"}, "two")
     again = pickle.loads(pickle.dumps(call))
-    assert again == Call(contract.GenerationRequest([1, 2], 3))
+    assert again == ReplicaCall(interface.GenerationRequest([1, 2], 3))
 
 
 def test_the_next_best_replica_comes_next_and_a_busy_one_last() -> None:

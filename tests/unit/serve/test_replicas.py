@@ -11,8 +11,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.serve.engine.pages import PAGE
-from anyaccel.serve.engine.replicas import Replicas
-from anyaccel.serve.engine.routing import Routes
+from anyaccel.serve.engine.replicas import Replicas, Routes
 from anyaccel.serve.interface import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 
 LONG = list(range(200))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyaccel.serve.engine.pages import PAGE
-from anyaccel.serve.engine.plans import Drop, Plan, Share, Shrink, Start
 from anyaccel.serve.engine.rates import Rates
-from anyaccel.serve.engine.scheduler import Entry, Limits, Scheduler
+from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
+from anyaccel.serve.engine.step import StepPlan
 from anyaccel.serve.interface import EngineFullError, TooLongError
 
 END = 1
@@ -32,10 +32,10 @@ class Decoder:
     shared: dict[int, list[int]] = field(default_factory=dict)  # id -> its pages' numbers
     next_page: int = 0
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         for change in plan.changes:
             match change:
-                case Start(number, source, tokens) | Share(number, source, tokens):
+                case ("start" | "share", number, tokens, source):
                     assert not self.shared.get(number)
                     self.shared[number], self.cached[number] = [], []
                     if tokens:
@@ -46,9 +46,9 @@ class Decoder:
                         assert len(self.cached[number]) == count
                         held = [token for page in self.cached[number] for token in page]
                         assert held == self.prompts[number][:tokens] and tokens < len(self.prompts[number])
-                case Shrink(number, tokens):
+                case ("shrink", number, tokens, _):
                     self._shrink(number, tokens)
-                case Drop(number):
+                case ("drop", number, _, _):
                     del self.shared[number], self.cached[number]
         for number, count in plan.run.items():
             self._extend(number, count)
@@ -80,40 +80,40 @@ class Machine:
     """A scheduler and its decoder; a step takes a second."""
 
     def __init__(self, seed: int = 0, **limits: Any) -> None:
-        self.limits = Limits(**({"max_batch": 8, "max_waiting": 1000, "cache_pages": 64} | limits))
+        self.limits = SchedulerLimits(**({"max_batch": 8, "max_waiting": 1000, "cache_pages": 64} | limits))
         self.scheduler = Scheduler(self.limits, Rates(longest_step_s=1.0, most=256))
         self.decoder = Decoder(self.limits.cache_pages)
         self.random = random.Random(seed)
         self.ended: dict[int, str] = {}
         self.answers: dict[int, list[int]] = {}
-        self.entries: dict[int, Entry] = {}
+        self.requests: dict[int, ScheduledRequest] = {}
         self.now = 0.0
         self.next_id = 0
 
     def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> int:
-        entry = Entry(self.next_id, list(prompt), len(prompt), max_tokens, **options)
-        self.scheduler.submit(entry)
-        self.entries[entry.id] = entry
-        self.answers[entry.id] = []
-        self.decoder.prompts[entry.id] = entry.tokens
+        request = ScheduledRequest(self.next_id, list(prompt), len(prompt), max_tokens, **options)
+        self.scheduler.submit(request)
+        self.requests[request.id] = request
+        self.answers[request.id] = []
+        self.decoder.prompts[request.id] = request.tokens
         self.next_id += 1
-        return entry.id
+        return request.id
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)
         self._note(plan.ended)
-        assert plan.decodes <= sum(self.entries[number].is_decoding for number in plan.run)
+        assert plan.decodes <= sum(self.requests[number].is_decoding for number in plan.run)
         self.decoder.apply(plan)
         # What has been put back gets the bits of the first time: nothing of its answer passes with its prompt, or comes
         # from others, who may have had it in their prompts.
         for change in plan.changes:
-            assert not isinstance(change, Share) or change.tokens <= self.entries[change.id].prompt
+            assert change.kind != "share" or change.tokens <= self.requests[change.id].prompt
         tokens = []
         for number, count in plan.run.items():
-            entry = self.entries[number]
-            assert entry.sequence.cached >= entry.prompt or entry.sequence.cached + count <= entry.prompt
-            whole = entry.left == count
-            tokens.append(self._token(entry) if whole and entry.max_tokens else -2)
+            request = self.requests[number]
+            assert request.sequence.cached >= request.prompt or request.sequence.cached + count <= request.prompt
+            whole = request.left == count
+            tokens.append(self._token(request) if whole and request.max_tokens else -2)
         self.now += 1
         if plan.run:
             for number, token in zip(plan.run, tokens, strict=True):
@@ -122,8 +122,8 @@ class Machine:
         assert self.decoder.used() >= self.scheduler.pages.used  # those that have ended are dropped with the next plan
         return plan
 
-    def _token(self, entry: Entry) -> int:
-        return hash((tuple(entry.tokens[:8]), len(entry.tokens))) % 50 + 2
+    def _token(self, request: ScheduledRequest) -> int:
+        return hash((tuple(request.tokens[:8]), len(request.tokens))) % 50 + 2
 
     def _note(self, ended: list[tuple[int, Any]]) -> None:
         for number, why in ended:
@@ -166,7 +166,7 @@ def test_a_second_turn_and_a_shared_beginning_cost_only_what_is_new() -> None:
     plan_tokens = machine.scheduler.stats(1).prompt_tokens
     two = machine.submit(longer, 5)
     machine.step()
-    assert machine.entries[two].cached == 192  # 229 tokens are there: three pages
+    assert machine.requests[two].cached == 192  # 229 tokens are there: three pages
     machine.run()
     assert machine.scheduler.stats(1).prompt_tokens - plan_tokens == len(longer) - 192
     # Alike and at once: the first one computes for all.
@@ -178,7 +178,7 @@ def test_a_second_turn_and_a_shared_beginning_cost_only_what_is_new() -> None:
     assert {machine.ended[number] for number in several} == {"length"}
     alone = machine.submit(prompt, 3, shares=False)
     machine.run()
-    assert machine.entries[alone].cached == 0
+    assert machine.requests[alone].cached == 0
 
 
 def test_nothing_is_kept_without_the_prefix_cache() -> None:
@@ -202,7 +202,7 @@ def test_a_full_cache_puts_the_youngest_back_and_none_fails() -> None:
     assert machine.scheduler.stats(1).preemptions > 0
     expected = []
     for number in numbers:
-        prompt = machine.entries[number].tokens[:60]
+        prompt = machine.requests[number].tokens[:60]
         expected.append([hash((tuple(prompt[:8]), 60 + count)) % 50 + 2 for count in range(200)])
     assert [machine.answers[number] for number in numbers] == expected
     # The oldest was never put back: it ended first.
@@ -214,17 +214,17 @@ def test_an_answer_that_was_put_back_takes_nothing_of_it_from_others() -> None:
     number = machine.submit(_prompt(machine, 60), 150, key="much")
     while len(machine.answers[number]) < 100:
         machine.step()
-    told = list(machine.entries[number].tokens)
-    plan = Plan()
-    machine.scheduler._preempt(machine.entries[number], plan)
+    told = list(machine.requests[number].tokens)
+    plan = StepPlan()
+    machine.scheduler._preempt(machine.requests[number], plan)
     assert machine.scheduler._make_room(10, plan)  # all that it had is forgotten
     machine.decoder.apply(plan)
     turn = machine.submit([*told, 9], 1, key="little")
-    machine.scheduler._shares.add("much", 1)  # so that it comes later
+    machine.scheduler._queue.count("much", 1)  # so that it comes later
     machine.run()
     assert machine.ended == {turn: "length", number: "length"}
     assert list(machine.ended) == [turn, number]
-    assert machine.entries[turn].cached == 0
+    assert machine.requests[turn].cached == 0
     assert machine.answers[number][:100] == told[60:]
 
 
@@ -366,10 +366,10 @@ def test_every_request_ends_once_and_the_cache_keeps_its_limit(data: st.DataObje
     machine.run(5_000)
     assert sorted(machine.ended) == submitted
     for number, why in machine.ended.items():
-        entry = machine.entries[number]
+        request = machine.requests[number]
         if why == "length":
-            assert len(machine.answers[number]) == entry.max_tokens
-        assert entry.tokens[entry.prompt :] == machine.answers[number]
+            assert len(machine.answers[number]) == request.max_tokens
+        assert request.tokens[request.prompt :] == machine.answers[number]
     machine.step()  # what has ended is dropped
     assert machine.decoder.used() == machine.scheduler.pages.used
     assert set(machine.decoder.shared) == {each.id for each in machine.scheduler.pages._idle}

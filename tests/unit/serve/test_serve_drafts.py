@@ -17,7 +17,7 @@ from anyaccel.cli._model_options import Drafts
 from anyaccel.cli.serve import build_parser
 from anyaccel.inference.native.draft import attach
 from anyaccel.serve.api.generation import TokenUsage
-from anyaccel.serve.engine.streams import Stream
+from anyaccel.serve.engine.delivery import ResultStream
 from anyaccel.serve.interface import Chunk, GenerationRequest, SamplingParams, Stats
 from anyaccel.serve.requests.answers import TextDelta
 from anyaccel.serve.requests.metrics import Metrics
@@ -147,7 +147,7 @@ def test_an_answer_tells_how_many_were_right() -> None:
             assert (drafted, accepted) == (stats.drafted, stats.accepted)
             assert 0 < accepted <= drafted
 
-        stream = Stream()
+        stream = ResultStream()
         stream.put(Chunk((1,), drafts=(7, 5)))
         stream.put(Chunk((2,)))  # of the feed, which knows of none
         assert (await stream.next()).drafts == (7, 5)

@@ -72,7 +72,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGen
 
 
 class ChatGeneration:
-    """Answers one request that has been checked; see `Generation`."""
+    """Answers one request that has been checked; see `PreparedRequest`."""
 
     def __init__(self, frontend: Frontend, request: ChatRequest, prompt: Prompt, max_tokens: int, key: str) -> None:
         self._frontend = frontend

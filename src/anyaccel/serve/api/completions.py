@@ -79,7 +79,7 @@ async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> C
 
 
 class CompletionGeneration:
-    """Answers one request that has been checked; see `Generation`."""
+    """Answers one request that has been checked; see `PreparedRequest`."""
 
     def __init__(
         self, frontend: Frontend, request: CompletionRequest, prompts: list[list[int]], max_tokens: int, key: str

@@ -19,7 +19,7 @@ from anyaccel.serve.requests.frontend import Frontend
 G = TypeVar("G", bound=GenerationFields)
 
 
-class Generation(Protocol):
+class PreparedRequest(Protocol):
     """A checked request, which can be answered at once or as a stream.
 
     Both raise AnyAccelError and ApiError, see `Engine.generate`; a stream before its first event, or instead of the
@@ -35,7 +35,7 @@ def generation_endpoint(
     path: str,
     summary: str,
     shape: type[G],
-    prepare: Callable[[Frontend, G, str], Awaitable[Generation]],
+    prepare: Callable[[Frontend, G, str], Awaitable[PreparedRequest]],
     done: bytes = DONE,
 ) -> Endpoint:
     """The endpoint of an API that generates text.
@@ -48,10 +48,10 @@ def generation_endpoint(
     async def generate(request: Request) -> Any:
         body = await read(request, shape, frontend.limits)
         frontend.check_model(body.model)
-        generation = await prepare(frontend, body, request.scope["anyaccel.key"])
+        prepared = await prepare(frontend, body, request.scope["anyaccel.key"])
         if body.stream:
-            return EventStream(generation.stream(), frontend.limits, done)
-        return json_answer(await unless_gone(request.receive, generation.response()))
+            return EventStream(prepared.stream(), frontend.limits, done)
+        return json_answer(await unless_gone(request.receive, prepared.response()))
 
     return Endpoint(path, summary, generate, shape, streams=True)
 

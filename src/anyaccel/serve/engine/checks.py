@@ -85,7 +85,7 @@ def native_options(request: GenerationRequest) -> dict[str, Any]:
         "repetition_penalty": how.repetition_penalty,
         "presence_penalty": how.presence_penalty,
         "frequency_penalty": how.frequency_penalty,
-        "bias": dict(how.logit_bias),
+        "bias": [*how.logit_bias.items()],  # pairs, since JSON has no numbers as keys
         "seed": seed,
         "max_new_tokens": request.max_tokens,
         "min_new_tokens": request.min_tokens,

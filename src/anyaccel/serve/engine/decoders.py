@@ -13,17 +13,18 @@ from anyaccel.errors import UsageError
 from anyaccel.serve.engine.facts import (
     ONLY_ALONE,
     ONLY_NATIVE,
-    Decoder,
+    StepDecoder,
     check_pages,
     context_of,
     lacking,
     limited,
     plan_line,
-    shares_of,
+    shares_prefixes,
     with_own_ends,
 )
 from anyaccel.serve.engine.pages import PAGE
-from anyaccel.serve.engine.slots import MultiStep, Outcome, Slots, Work
+from anyaccel.serve.engine.slots import Slots
+from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class LocalDecoder:
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
         self.cache_pages = native.model.cache_limit_bytes // self.page_bytes
         check_pages(self.cache_pages, self.page_bytes)
-        self.shares = shares_of(native)
+        self.shares = shares_prefixes(native)
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+    def apply(self, step: StepInput, multi_step: MultiStep | None = None) -> StepOutput:
         assert self._slots is not None
-        return self._slots.apply(work, multi_step)
+        return self._slots.apply(step, multi_step)
 
     def check(self) -> None:
         pass  # it cannot fail without this process
@@ -69,7 +70,7 @@ def open_decoder(
     tokenizer: Any = None,
     check: Callable[[], object] | None = None,
     replica: int = 0,
-) -> Decoder:
+) -> StepDecoder:
     """Load the model that the options name.
 
     Args:

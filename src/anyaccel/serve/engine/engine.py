@@ -2,7 +2,7 @@
 """The engine: one thread that plans steps, runs them on the decoder, and sends their results to asyncio. Torch-free.
 
 Nothing that is called in the event loop waits for a step: messages go into an inbox that the thread empties between two
-steps, and results come back through `Outbox`, once a step. The decoder runs in this process or on ranks (`ranks.py`);
+steps, and results come back through `Delivery`, once a step. The decoder runs in this process or on ranks (`ranks.py`);
 when it fails, open requests end with EngineStoppedError, and it is loaded again.
 """
 
@@ -14,23 +14,21 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.serve.engine.checks import check_prompt, check_request, native_options
 from anyaccel.serve.engine.decoders import open_decoder
-from anyaccel.serve.engine.facts import Decoder
-from anyaccel.serve.engine.grammar import Grammars
-from anyaccel.serve.engine.multi_step import LONGEST_CALL_S, Outbox, Subscriber, TokenDispatcher
-from anyaccel.serve.engine.plans import End, Plan, Start
+from anyaccel.serve.engine.delivery import LONGEST_CALL_S, Delivery, ResultStream, Subscriber
+from anyaccel.serve.engine.facts import StepDecoder
+from anyaccel.serve.engine.grammar import Constraint, GrammarCompiler
 from anyaccel.serve.engine.rates import Rates
 from anyaccel.serve.engine.replicas import Replicas, Silent
-from anyaccel.serve.engine.request_state import OpenRequest, logprobs_of
-from anyaccel.serve.engine.scheduler import Entry, Limits, Scheduler
+from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.engine.slots import MultiStep, Outcome, work_of
-from anyaccel.serve.engine.streams import Stream
+from anyaccel.serve.engine.step import End, MultiStep, Score, StepInput, StepOutput, StepPlan
 from anyaccel.serve.interface import (
     Chunk,
     DeadlineError,
@@ -38,6 +36,7 @@ from anyaccel.serve.interface import (
     GenerationRequest,
     ModelFacts,
     Stats,
+    TokenLogprob,
 )
 
 if TYPE_CHECKING:
@@ -50,17 +49,43 @@ _RESTART_S = (0.5, 30.0)  # the first and the longest delay before the decoder i
 _IDLE_S = 1.0  # between two health checks of an idle decoder
 
 
+class OpenRequest:
+    """A request that has not ended; used in the engine's thread."""
+
+    def __init__(
+        self,
+        scheduled: ScheduledRequest,
+        options: dict[str, Any],
+        stream: ResultStream,
+        constraint: Constraint | None,
+    ) -> None:
+        self.scheduled = scheduled
+        self.options = options
+        self.stream = stream
+        self.constraint = constraint
+        self.submitted_at = time.monotonic()
+        self.queued_s = 0.0  # from then until its first step
+        self.drafts = (0, 0)  # numbers of drafted and of accepted tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return any(self.options.get(name, -1) >= 0 for name in ("logprobs", "prompt_logprobs"))
+
+
 class ServingEngine:
-    """See `contract.Engine`.
+    """See `Engine`.
 
     Args:
         load: returns a loaded decoder; called in the engine's thread, and again when a decoder has failed. It must call
             its argument now and then, which raises when the engine is to stop.
-        grammars: makes constraints of what requests ask for.
+        grammars: makes the constraints that requests ask for.
     """
 
     def __init__(
-        self, load: Callable[[Callable[[], object]], Decoder], settings: EngineSettings, grammars: Grammars
+        self,
+        load: Callable[[Callable[[], object]], StepDecoder],
+        settings: EngineSettings,
+        grammars: GrammarCompiler,
     ) -> None:
         self._load = load
         self._settings = settings
@@ -72,24 +97,18 @@ class ServingEngine:
         self._open: dict[int, OpenRequest] = {}  # changed by the engine's thread only
         self._earlier = Stats()  # the counters of decoders that have failed
         self._refusal: Exception | None = None  # for requests that come while there is no decoder
-        self._dispatcher = TokenDispatcher()
-        self._outbox = Outbox(self._dispatcher)
-        self._decoder: Decoder
+        self._delivery = Delivery()
+        self._decoder: StepDecoder
         self._scheduler: Scheduler
-        self._thread = threading.Thread(target=self._run, name="anyaccel-engine", daemon=True)
-        loaded = threading.Event()
-        problem: list[BaseException] = []
-        self._loaded = (loaded, problem)
+        loaded: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name="anyaccel-engine", daemon=True)
         self._thread.start()
         try:
-            loaded.wait()
-        except BaseException:  # Ctrl-C: `_raise_if_stopping` ends the load
+            loaded.result()
+        except BaseException:  # Ctrl-C too: `_raise_if_stopping` ends the load
             self._stopping = True
             self._thread.join()
             raise
-        if problem:
-            self._thread.join()
-            raise problem[0]
         self.facts: ModelFacts = self._decoder.facts
         grammars.vocabulary, grammars.ends = self.facts.vocabulary, self.facts.ends
 
@@ -103,21 +122,16 @@ class ServingEngine:
         options = native_options(request)
         if self._settings.draft_tokens and request.max_tokens > 0:
             options |= {"draft_tokens": self._settings.draft_tokens, "draft_model": self._settings.draft_model}
-        number = next(self._numbers)
-        entry = Entry(
-            number,
-            list(request.prompt),
-            len(request.prompt),
+        number, stream = self._submit(
+            request.prompt,
             request.max_tokens,
-            frozenset() if request.ignore_end else request.ends,
-            request.key,
+            options,
+            constraint,
+            timeout_s=request.timeout_s,
+            ends=frozenset() if request.ignore_end else request.ends,
+            key=request.key,
             shares=request.prompt_logprobs is None,
-            deadline=self._deadline(request.timeout_s),
         )
-        stream = Stream(entry.deadline)
-        self._dispatcher.attach(stream.loop)
-        opened = OpenRequest(entry, options, stream, constraint)
-        self._post(lambda: self._submit(opened))
         ended = False
         try:
             while not ended:
@@ -127,7 +141,7 @@ class ServingEngine:
                 yield chunk
         finally:
             if not ended:
-                self._post(lambda: self._scheduler.cancel(number), quiet=True)
+                self._cancel(number)
 
     async def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
@@ -136,27 +150,41 @@ class ServingEngine:
             check_prompt(prompt, self.facts)
         if pooling not in ("mean", "last"):
             raise UsageError(f"pooling={pooling!r}: must be 'mean' or 'last'")
-        numbers, streams = [], []
-        for prompt in prompts:
-            number = next(self._numbers)
-            entry = Entry(
-                number, list(prompt), len(prompt), 0, key=key, shares=pooling == "last", deadline=self._deadline(None)
-            )
-            opened = OpenRequest(entry, {"goal": pooling}, Stream(entry.deadline), None)
-            self._post(lambda opened=opened: self._submit(opened))  # type: ignore[misc]
-            numbers.append(number)
-            streams.append(opened.stream)
+        streams = dict(
+            self._submit(prompt, 0, {"goal": pooling}, key=key, shares=pooling == "last") for prompt in prompts
+        )
+        embeddings = []
         try:
-            embeddings = []
-            for stream in streams:
-                embedding = await stream.next()
+            for number in list(streams):
+                embedding = await streams[number].next()
                 assert isinstance(embedding, list)
+                del streams[number]
                 embeddings.append(embedding)
-            numbers.clear()
             return embeddings
         finally:
-            for number in numbers:
-                self._post(lambda number=number: self._scheduler.cancel(number), quiet=True)  # type: ignore[misc]
+            for number in streams:
+                self._cancel(number)
+
+    def _submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        options: dict[str, Any],
+        constraint: Constraint | None = None,
+        timeout_s: float | None = None,
+        **scheduling: Any,
+    ) -> tuple[int, ResultStream]:
+        """Send a request to the engine's thread; returns its number and the stream of its results."""
+        number = next(self._numbers)
+        deadline = time.monotonic() + (self._settings.timeout_s if timeout_s is None else timeout_s)
+        scheduled = ScheduledRequest(number, list(prompt), len(prompt), max_tokens, deadline=deadline, **scheduling)
+        self._delivery.attach()
+        opened = OpenRequest(scheduled, options, ResultStream(deadline), constraint)
+        self._post(lambda: self._admit(opened))
+        return number, opened.stream
+
+    def _cancel(self, number: int) -> None:
+        self._post(lambda: self._scheduler.cancel(number), quiet=True)
 
     def stats(self) -> Stats:
         return self._earlier + self._scheduler.stats(self._decoder.page_bytes)
@@ -189,14 +217,11 @@ class ServingEngine:
         """Do what `close` does, blocking the caller."""
         with self._condition:
             self._stopping = self._draining = True
-            self._dispatcher.stop()
+            self._delivery.stop()
             self._condition.notify()
         self._thread.join()
-        self._dispatcher.close()
+        self._delivery.close()
         self._grammars.close()
-
-    def _deadline(self, seconds: float | None) -> float:
-        return time.monotonic() + (self._settings.timeout_s if seconds is None else seconds)
 
     def _post(self, message: Callable[[], None], quiet: bool = False) -> None:
         with self._condition:
@@ -205,7 +230,7 @@ class ServingEngine:
                     return
                 raise EngineStoppedError("the server is shutting down")
             self._inbox.append(message)
-            self._dispatcher.stop()
+            self._delivery.stop()
             self._condition.notify()
 
     # --- the thread
@@ -214,17 +239,15 @@ class ServingEngine:
         if self._stopping:
             raise EngineStoppedError("the server is shutting down")
 
-    def _run(self) -> None:
-        loaded, problem = self._loaded
+    def _run(self, loaded: Future[None]) -> None:
         try:
             self._decoder = self._load(self._raise_if_stopping)
             self._scheduler = self._new_scheduler()
-            self._ready = True
         except BaseException as error:  # noqa: BLE001  the constructor raises it
-            problem.append(error)
+            loaded.set_exception(error)
             return
-        finally:
-            loaded.set()
+        self._ready = True
+        loaded.set_result(None)
         try:
             while not self._stopping:
                 try:
@@ -243,7 +266,7 @@ class ServingEngine:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []
-            self._dispatcher.stop(self._stopping)
+            self._delivery.stop(self._stopping)
         if self._stopping:
             return
         for message in inbox:
@@ -253,38 +276,36 @@ class ServingEngine:
             self._finish_request(number, why)
         if plan.run or plan.changes:
             self._step(plan)
-        self._outbox.send()
+        self._delivery.send()
         if not plan.run and self._scheduler.open:  # should not happen; without a pause it would be a busy loop
             time.sleep(0.01)
 
-    def _step(self, plan: Plan) -> None:
+    def _step(self, plan: StepPlan) -> None:
         start = time.monotonic()
-        starting = {}
+        step = StepInput(plan.changes, plan.run, masks=self._masks(plan))
         for change in plan.changes:
-            if isinstance(change, Start):
+            if change.kind == "start":
                 opened = self._open[change.id]
                 opened.queued_s = start - opened.submitted_at
-                starting[change.id] = (opened.entry.tokens[: opened.entry.prompt], opened.options)
-        work = work_of(plan, starting, self._masks(plan))
+                step.new[change.id] = opened.scheduled.tokens[: opened.scheduled.prompt], opened.options
         multi_step = self._plan_multi_step(plan)
-        outcome = self._decoder.apply(work, multi_step)
+        output = self._decoder.apply(step, multi_step)
         if multi_step is not None:
-            self._dispatcher.finish_call(multi_step)
+            self._delivery.finish_call(multi_step)
         if not plan.run:
             return
-        for name, drafts in outcome.drafts.items():
-            opened = self._open[int(name)]
+        for number, drafts in output.drafts.items():
+            opened = self._open[number]
             self._scheduler.count_drafts(drafts[0] - opened.drafts[0], drafts[1] - opened.drafts[1])
             opened.drafts = (drafts[0], drafts[1])
         now = time.monotonic()
-        steps = [*outcome.before, outcome.tokens]
-        wrong = {int(name) for name in outcome.errors}
+        steps = [*output.before, output.tokens]
         for place, tokens in enumerate(steps):
-            ended = dict(self._scheduler.done(plan, tokens, (now - start) / len(steps), now, wrong))
-            for number, token in zip(plan.run, tokens, strict=True) if place >= outcome.fed else ():
-                self._publish(number, token, outcome, ended.get(number))
+            ended = dict(self._scheduler.done(plan, tokens, (now - start) / len(steps), now, output.errors.keys()))
+            for number, token in zip(plan.run, tokens, strict=True) if place >= output.fed else ():
+                self._publish(number, token, output, ended.get(number))
 
-    def _plan_multi_step(self, plan: Plan) -> MultiStep | None:
+    def _plan_multi_step(self, plan: StepPlan) -> MultiStep | None:
         """A call of several steps, where nothing between them needs a decision or has results other than tokens."""
         seconds = self._scheduler.rates.decode_seconds(plan.decodes)
         if not self._decoder.multi_step or seconds == 0.0:
@@ -293,25 +314,25 @@ class ServingEngine:
         opened = [self._open[number] for number in plan.run]
         if most < 2 or any(each.constraint is not None or each.wants_logprobs for each in opened):
             return None
-        subscribers = [Subscriber(each.stream, each.entry.cached, each.queued_s) for each in opened]
-        return self._dispatcher.start_call(most, subscribers)
+        subscribers = [Subscriber(each.stream, each.scheduled.cached, each.queued_s) for each in opened]
+        return self._delivery.start_call(most, subscribers)
 
-    def _masks(self, plan: Plan) -> dict[int, bytes]:
+    def _masks(self, plan: StepPlan) -> dict[int, bytes]:
         """The token masks of the constrained requests that sample a token in this step."""
         wanted = {}
         for number, count in plan.run.items():
             opened = self._open[number]
-            if opened.constraint is not None and opened.entry.left == count:
+            if opened.constraint is not None and opened.scheduled.left == count:
                 wanted[number] = opened.constraint
         return self._grammars.masks(wanted) if wanted else {}
 
-    def _publish(self, number: int, token: int, outcome: Outcome, why: End | None) -> None:
+    def _publish(self, number: int, token: int, output: StepOutput, why: End | None) -> None:
         """Send what a step has computed for a request to its stream, and end the request if `why` says so."""
-        name, opened = str(number), self._open[number]
+        opened = self._open[number]
         if why == "error":
-            self._finish_request(number, why, ModelError(outcome.errors[name]))
+            self._finish_request(number, why, ModelError(output.errors[number]))
             return
-        tokens = (token,) if token >= 0 and opened.entry.max_tokens > 0 else ()
+        tokens = (token,) if token >= 0 and opened.scheduled.max_tokens > 0 else ()
         constraint = opened.constraint
         if tokens and constraint is not None and (why is None or constraint.problem):
             try:
@@ -323,16 +344,16 @@ class ServingEngine:
                     self._scheduler.finish(number, "error")
                 self._finish_request(number, "error", error)
                 return
-        if name in outcome.embeddings:
+        if number in output.embeddings:
             del self._open[number]
-            self._outbox.add(opened.stream, outcome.embeddings[name])
+            self._delivery.add(opened.stream, output.embeddings[number])
             return
-        prompt_scores = outcome.prompt_scores.get(name)
+        prompt_scores = output.prompt_scores.get(number)
         chunk = Chunk(
             tokens,
-            logprobs_of(outcome.scores.get(name, [])),
-            None if prompt_scores is None else logprobs_of(prompt_scores),
-            opened.entry.cached,
+            _logprobs(output.scores.get(number, [])),
+            None if prompt_scores is None else _logprobs(prompt_scores),
+            opened.scheduled.cached,
             None,
             opened.queued_s,
             opened.drafts,
@@ -340,19 +361,19 @@ class ServingEngine:
         if why is not None:
             self._finish_request(number, why, chunk=chunk)
         elif tokens or prompt_scores is not None:
-            self._outbox.add(opened.stream, chunk)
+            self._delivery.add(opened.stream, chunk)
 
-    def _submit(self, opened: OpenRequest) -> None:
+    def _admit(self, opened: OpenRequest) -> None:
         try:
             if self._refusal is not None:
                 raise self._refusal
             if self._draining:
                 raise EngineStoppedError("the server takes no more requests: it is shutting down")
-            self._scheduler.submit(opened.entry)
+            self._scheduler.submit(opened.scheduled)
         except Exception as error:  # noqa: BLE001  raised where the stream is read
-            self._outbox.add(opened.stream, error)
+            self._delivery.add(opened.stream, error)
             return
-        self._open[opened.entry.id] = opened
+        self._open[opened.scheduled.id] = opened
 
     def _finish_request(
         self, number: int, why: End, error: Exception | None = None, chunk: Chunk | None = None
@@ -361,10 +382,10 @@ class ServingEngine:
         if why == "deadline":
             error = DeadlineError()
         if error is not None:
-            self._outbox.add(opened.stream, error)
+            self._delivery.add(opened.stream, error)
         elif why in ("stop", "length", "abort"):
-            last = chunk or Chunk((), cached_tokens=opened.entry.cached)
-            self._outbox.add(opened.stream, replace(last, finish=why))
+            last = chunk or Chunk((), cached_tokens=opened.scheduled.cached)
+            self._delivery.add(opened.stream, replace(last, finish=why))
 
     def _abort_all(self) -> None:
         for number in list(self._open):
@@ -380,7 +401,7 @@ class ServingEngine:
         self._refusal = None
         for number in list(self._open):
             self._finish_request(number, "error", error)
-        self._outbox.send()
+        self._delivery.send()
 
     def _restart(self, error: Exception) -> None:
         """Replace a failed decoder, trying until one loads or the engine stops."""
@@ -411,7 +432,7 @@ class ServingEngine:
 
     def _new_scheduler(self) -> Scheduler:
         settings, decoder = self._settings, self._decoder
-        limits = Limits(
+        limits = SchedulerLimits(
             settings.max_batch,
             settings.max_waiting,
             decoder.cache_pages,
@@ -419,6 +440,10 @@ class ServingEngine:
             settings.prefix_cache and decoder.shares,
         )
         return Scheduler(limits, Rates(settings.step_s))
+
+
+def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, logprob, tuple(map(tuple, top))) for token, logprob, top in scores)  # type: ignore[arg-type]
 
 
 def open_engine(
@@ -444,7 +469,7 @@ def open_engine(
         return ServingEngine(
             lambda check: open_decoder(options, watcher, chosen, tokenizer, check, replica),
             chosen,
-            Grammars(options.model, tokenizer),
+            GrammarCompiler(options.model, tokenizer),
         )
 
     if chosen.replicas == 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from anyaccel.errors import UsageError
 from anyaccel.serve.engine.pages import PAGE
-from anyaccel.serve.engine.slots import MultiStep, Outcome, Work
+from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def lacking(feature: str) -> UsageError:
     )
 
 
-class Decoder(Protocol):
+class StepDecoder(Protocol):
     """A model that computes steps.
 
     Attributes:
@@ -45,7 +45,7 @@ class Decoder(Protocol):
     shares: bool
     multi_step: bool
 
-    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+    def apply(self, step: StepInput, multi_step: MultiStep | None = None) -> StepOutput:
         """Compute a step, or several if `multi_step` allows it.
 
         Raises:
@@ -66,7 +66,7 @@ class Decoder(Protocol):
         """Free all memory, and end all processes."""
 
 
-def shares_of(native: NativeModel) -> bool:
+def shares_prefixes(native: NativeModel) -> bool:
     """Whether requests may share cached prefixes.
 
     With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text.
@@ -106,7 +106,7 @@ def context_of(context: int, settings: EngineSettings) -> int:
     return settings.max_context
 
 
-def plan_line(decoder: Decoder, where: str, options: ModelOptions, settings: EngineSettings) -> tuple[str, ...]:
+def plan_line(decoder: StepDecoder, where: str, options: ModelOptions, settings: EngineSettings) -> tuple[str, ...]:
     """A line that tells the user how the model runs."""
     size = decoder.cache_pages * decoder.page_bytes / 2**20
     return (

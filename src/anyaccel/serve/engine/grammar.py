@@ -53,7 +53,7 @@ class Constraint:
         return bool(self.matcher.is_stopped())
 
 
-class Grammars:
+class GrammarCompiler:
     """Makes constraints for one model.
 
     Args:

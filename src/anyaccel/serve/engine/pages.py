@@ -13,7 +13,7 @@ from collections import OrderedDict
 PAGE = 64  # tokens; kPageTokens in csrc/llm/attention/attention.h
 
 
-def pages_of(tokens: int) -> int:
+def count_pages(tokens: int) -> int:
     """The number of pages that this number of tokens takes."""
     return -(-tokens // PAGE)
 
@@ -29,12 +29,12 @@ class Page:
     __slots__ = ("holders", "key", "running")
 
     def __init__(self) -> None:
-        self.holders: dict[Sequence, None] = {}
+        self.holders: dict[CachedSequence, None] = {}
         self.running = 0
         self.key: int | None = None
 
 
-class Sequence:
+class CachedSequence:
     """Tokens in the cache.
 
     Attributes:
@@ -77,7 +77,7 @@ class PageTable:
         self.used = 0
         self._pinned = 0  # pages of running sequences, which cannot be evicted
         self._index: dict[int, Page] = {}  # by key
-        self._idle: OrderedDict[Sequence, None] = OrderedDict()  # the least recently used first
+        self._idle: OrderedDict[CachedSequence, None] = OrderedDict()  # the least recently used first
 
     @property
     def available(self) -> int:
@@ -91,7 +91,7 @@ class PageTable:
 
     # --- the prefix cache
 
-    def match(self, sequence: Sequence, most: int) -> tuple[Sequence | None, int]:
+    def match(self, sequence: CachedSequence, most: int) -> tuple[CachedSequence | None, int]:
         """The sequence with the longest common prefix, and the prefix's number of whole pages, at most `most`."""
         found: Page | None = None
         count = 0
@@ -106,7 +106,7 @@ class PageTable:
             return None, 0
         return source, count
 
-    def share(self, sequence: Sequence, source: Sequence, count: int) -> None:
+    def share(self, sequence: CachedSequence, source: CachedSequence, count: int) -> None:
         """Give a sequence without pages the first pages of another one."""
         for page in source.pages[:count]:
             self._attach(sequence, page)
@@ -116,18 +116,18 @@ class PageTable:
 
     # --- growing
 
-    def missing(self, sequence: Sequence, tokens: int) -> int:
+    def missing(self, sequence: CachedSequence, tokens: int) -> int:
         """The number of new pages that `tokens` more tokens need."""
-        return pages_of(sequence.cached + tokens) - len(sequence.pages)
+        return count_pages(sequence.cached + tokens) - len(sequence.pages)
 
-    def reserve(self, sequence: Sequence, tokens: int) -> None:
+    def reserve(self, sequence: CachedSequence, tokens: int) -> None:
         """Allocate the pages that the current step needs; the caller has made them free."""
         for _ in range(self.missing(sequence, tokens)):
             self._attach(sequence, Page())
             self.used += 1
         assert self.used <= self.total
 
-    def commit(self, sequence: Sequence, tokens: int) -> None:
+    def commit(self, sequence: CachedSequence, tokens: int) -> None:
         """Note that the step has computed the tokens, so that other sequences may share their pages."""
         first = sequence.cached // PAGE
         sequence.cached += tokens
@@ -139,13 +139,13 @@ class PageTable:
 
     # --- shrinking
 
-    def shrink(self, sequence: Sequence, tokens: int) -> None:
+    def shrink(self, sequence: CachedSequence, tokens: int) -> None:
         """Keep only the first `tokens` tokens in the cache."""
-        while len(sequence.pages) > pages_of(tokens):
+        while len(sequence.pages) > count_pages(tokens):
             self._release(sequence)
         sequence.cached = min(sequence.cached, tokens)
 
-    def mark_idle(self, sequence: Sequence) -> None:
+    def mark_idle(self, sequence: CachedSequence) -> None:
         """Note that its request does not run: its pages may be evicted, the last ones first."""
         if sequence.running:
             sequence.running = False
@@ -155,11 +155,11 @@ class PageTable:
         self._idle[sequence] = None
         self._idle.move_to_end(sequence)
 
-    def held_by_others(self, sequence: Sequence) -> bool:
+    def held_by_others(self, sequence: CachedSequence) -> bool:
         """Whether other sequences hold all its pages: a holder of the last page holds those before it too."""
         return bool(sequence.pages) and len(sequence.pages[-1].holders) > 1
 
-    def mark_running(self, sequence: Sequence) -> None:
+    def mark_running(self, sequence: CachedSequence) -> None:
         """Note that its request runs: its pages cannot be evicted."""
         if sequence.running:
             return
@@ -169,9 +169,9 @@ class PageTable:
             self._pinned += page.running == 0
             page.running += 1
 
-    def evict(self, wanted: int) -> list[Sequence]:
+    def evict(self, wanted: int) -> list[CachedSequence]:
         """Make `wanted` pages free, from the end of the least recently used sequences; returns the shortened ones."""
-        changed: dict[Sequence, None] = {}
+        changed: dict[CachedSequence, None] = {}
         while self.total - self.used < wanted and self._idle:
             sequence = next(iter(self._idle))
             if sequence.pages:
@@ -182,14 +182,14 @@ class PageTable:
                 del self._idle[sequence]
         return list(changed)
 
-    def _attach(self, sequence: Sequence, page: Page) -> None:
+    def _attach(self, sequence: CachedSequence, page: Page) -> None:
         sequence.pages.append(page)
         page.holders[sequence] = None
         if sequence.running:
             self._pinned += page.running == 0
             page.running += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: CachedSequence) -> None:
         page = sequence.pages.pop()
         del page.holders[sequence]
         if sequence.running:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from anyaccel.inference.ranks.rank import main
-from anyaccel.serve.engine.facts import lacking, shares_of
+from anyaccel.serve.engine.facts import lacking, shares_prefixes
 from anyaccel.serve.engine.pages import PAGE
-from anyaccel.serve.engine.slots import Slots, Work
+from anyaccel.serve.engine.slots import Slots
+from anyaccel.serve.engine.step import StepInput
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.rank import Model
@@ -29,14 +29,14 @@ def serve(channel: Channel, rank: int, backend: Model) -> None:
         ends=backend.ends,
         page_bytes=page_bytes,
         cache_pages=native.model.cache_limit_bytes // page_bytes,
-        shares=shares_of(native),
+        shares=shares_prefixes(native),
         threads=native.model.threads,
     )
     slots = Slots(native.model)
     while True:
-        outcome = slots.apply(Work(**channel.receive()["work"]))
+        output = slots.apply(StepInput.from_message(channel.receive()["step"]))
         if rank == 0:
-            channel.send(kind="outcome", outcome=asdict(outcome))
+            channel.send(kind="output", output=output.to_message())
 
 
 if __name__ == "__main__":

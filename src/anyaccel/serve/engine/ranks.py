@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 from anyaccel.serve.engine.facts import check_pages, context_of, limited, plan_line, with_own_ends
-from anyaccel.serve.engine.slots import MultiStep, Outcome, Work
+from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RanksDecoder:
-    """See `facts.Decoder`. The ranks end when the thread that made this object ends."""
+    """See `StepDecoder`. The ranks end when the thread that made this object ends."""
 
     multi_step = False  # each step is sent to all ranks
 
@@ -53,11 +52,11 @@ class RanksDecoder:
         )
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+    def apply(self, step: StepInput, multi_step: MultiStep | None = None) -> StepOutput:
         assert multi_step is None
-        self._ranks.send("step", work=asdict(work))
-        message = self._ranks.outcome(sum(count for _, count in work.run), "outcome")
-        return Outcome(**message["outcome"])
+        self._ranks.send("step", step=step.to_message())
+        message = self._ranks.outcome(sum(step.run.values()), "output")
+        return StepOutput.from_message(message["output"])
 
     def late(self) -> bool:
         return self._ranks.steps.late()

@@ -1,23 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one: each has the whole model on cores and memory of its own. Torch-free."""
+"""Several engines with the same model as one, and which of them gets a request. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
-from anyaccel.serve.engine.routing import Routes, together
+from anyaccel.serve.engine.pages import PAGE, CachedSequence
 from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 
-class Replica(Engine, Protocol):
+# Routing: also for the replicas of a Ray cluster ----------------------------------------------------------
+
+# An engine that has more of a prompt in its cache is preferred while it has at most this many more open requests than
+# the least loaded one.
+_IMBALANCE = 4
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class Routes(Generic[K]):
+    """An estimate of what each engine has in its prefix cache, from the prompts that it was sent.
+
+    Args:
+        shares: whether the engines have a prefix cache.
+    """
+
+    def __init__(self, shares: bool = True) -> None:
+        self._shares = shares
+        self._seen: dict[K, OrderedDict[int, None]] = {}  # keys of pages, the oldest first
+
+    def order(self, prompt: Sequence[int], load: Mapping[K, int]) -> list[K]:
+        """The engines, the best one for this prompt first.
+
+        The best one has the longest prefix of the prompt in its cache, unless it is much busier than another; without
+        such a prefix it is the least loaded one.
+
+        Args:
+            load: the number of open requests of each engine that may be chosen.
+        """
+        most = min(load.values(), default=0) + _IMBALANCE
+        keys = _keys(prompt)
+
+        def rank(engine: K) -> tuple[bool, int, int]:
+            seen = self._seen.get(engine, ())
+            count = next((place for place, key in enumerate(keys) if key not in seen), len(keys))
+            return load[engine] > most, -count, load[engine]
+
+        return sorted(load, key=rank)
+
+    def note(self, engine: K, tokens: Sequence[int], cache_pages: int) -> None:
+        """Note that an engine computes these tokens; its cache has room for `cache_pages` pages."""
+        if not self._shares:
+            return
+        seen = self._seen.setdefault(engine, OrderedDict())
+        for key in reversed(_keys(tokens)):  # most requests share the first pages, so they are to be evicted last
+            seen[key] = None
+            seen.move_to_end(key)
+        while len(seen) > cache_pages:
+            seen.popitem(last=False)
+
+    def forget(self, engine: K) -> None:
+        """Forget an engine that has lost its cache or has ended."""
+        self._seen.pop(engine, None)
+
+    def known(self) -> list[K]:
+        """The engines that have been sent prompts."""
+        return list(self._seen)
+
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """The keys of the pages that the tokens fill."""
+    cached = CachedSequence(0, list(tokens))
+    return [cached.key(page) for page in range(len(tokens) // PAGE)]
+
+
+async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls; when one fails, the others are cancelled and awaited before its error is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# The replicas of one server -------------------------------------------------------------------------------
+
+
+class ReplicaEngine(Engine, Protocol):
     """One of the engines."""
 
     @property
@@ -39,7 +120,7 @@ class Silent:
 
 
 class Replicas:
-    """See `contract.Engine`; `routing.Routes` says which of them gets a request.
+    """See `Engine`; `Routes` says which of them gets a request.
 
     One whose engine fails before anything has come of its answer goes to another engine, if one is ready. One whose
     answer has begun ends with EngineStoppedError.
@@ -48,7 +129,7 @@ class Replicas:
         timeout_s: of a request that does not say its own.
     """
 
-    def __init__(self, engines: Sequence[Replica], shares: bool = True, timeout_s: float = float("inf")) -> None:
+    def __init__(self, engines: Sequence[ReplicaEngine], shares: bool = True, timeout_s: float = float("inf")) -> None:
         self._engines = tuple(engines)
         self._timeout_s = timeout_s
         self._open = [0] * len(engines)
@@ -111,7 +192,7 @@ class Replicas:
                 finally:
                     self._open[number] -= 1
 
-        return await together(map(one, prompts))
+        return await gather(map(one, prompts))
 
     def stats(self) -> Stats:
         return sum((engine.stats() for engine in self._engines), Stats())

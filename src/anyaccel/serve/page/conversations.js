@@ -4,7 +4,6 @@
 import { keepsAnything, read, remove as removeKey, write } from "./store.js";
 
 const OWN = "anyaccel.conversation.";
-const FORMER = "anyaccel.conversations"; // an earlier version kept one list of all
 export const LIVES_MS = 10_000; // an answer that has not been saved for this long does not come any more
 
 let list = [];
@@ -26,30 +25,8 @@ export function create() {
 const isMessage = (value) => typeof value?.role === "string" && typeof value.content === "string";
 const isOne = (value) => typeof value?.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
 
-const writeFormer = (list) => (list.length ? write(FORMER, list) : removeKey(FORMER));
-
-/** Give each conversation of the former list a key of its own. What has no room there stays where it is. */
-function divide(former) {
-  let rest = former;
-  while (rest.length) {
-    writeFormer(rest.slice(1)); // first, as there may be no room for both
-    if (!write(OWN + rest[0].id, rest[0])) {
-      writeFormer(rest);
-      break;
-    }
-    rest = rest.slice(1);
-  }
-  return rest;
-}
-
 function load() {
-  const former = read(FORMER, []);
-  const found = new Map((Array.isArray(former) ? divide(former.filter(isOne)) : []).map((each) => [each.id, each]));
-  for (const key of keys()) {
-    const one = read(key, null);
-    if (isOne(one)) found.set(one.id, one);
-  }
-  list = [...found.values()];
+  list = keys().map((key) => read(key, null)).filter(isOne);
   sort();
 }
 
@@ -64,7 +41,7 @@ function keys() {
 const sort = () => list.sort((one, other) => other.changed - one.changed);
 
 /**
- * Keep a conversation; false: the browser has no room for it.
+ * Keep a conversation, in this tab alone if the browser has no room for it.
  *
  * If another tab has changed it in the meantime, this tab's goes on as a copy, so that neither is lost.
  */
@@ -87,7 +64,6 @@ export function keep(conversation) {
     conversation.revision = revision; // of what is there still
     unsaved.add(conversation);
   }
-  return !unsaved.has(conversation);
 }
 
 /** Delete a conversation, and keep what has waited for its room. */
@@ -95,12 +71,6 @@ export function remove(conversation) {
   list = list.filter((each) => each !== conversation);
   unsaved.delete(conversation);
   removeKey(OWN + conversation.id);
-  const former = read(FORMER, null);
-  if (Array.isArray(former)) {
-    const rest = former.filter((each) => isOne(each) && each.id !== conversation.id);
-    writeFormer(rest);
-    divide(rest);
-  }
   for (const each of [...unsaved]) keep(each);
 }
 

@@ -4,11 +4,9 @@
 export const SETTINGS = "anyaccel.settings";
 const KEY = "anyaccel.key";
 
-// What requests say only where somebody has set it: null leaves it to the model.
+// Fields of requests that are sent only where somebody has set them: null leaves them to the model.
 export const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const DEFAULTS = { ...Object.fromEntries(NUMBERS.map((name) => [name, null])), theme: "system", model: "", version: 2 };
-// The first version kept these beside whatever was set, and its requests said them: nobody has chosen them.
-const UNCHOSEN = { temperature: 0.7, top_p: 1, top_k: 0, max_tokens: 0 };
+const DEFAULTS = { ...Object.fromEntries(NUMBERS.map((name) => [name, null])), theme: "system", model: "" };
 
 export function read(name, otherwise) {
   try {
@@ -44,13 +42,7 @@ export function keepsAnything() {
   }
 }
 
-function readSettings() {
-  const kept = { ...read(SETTINGS, {}) };
-  if (kept.version === undefined) {
-    for (const [name, value] of Object.entries(UNCHOSEN)) if (kept[name] === value) delete kept[name];
-  }
-  return { ...DEFAULTS, ...kept, version: DEFAULTS.version };
-}
+const readSettings = () => ({ ...DEFAULTS, ...read(SETTINGS, {}) });
 
 export const settings = readSettings();
 export const saveSettings = () => write(SETTINGS, settings);

@@ -10,18 +10,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import AnyAccelError
-from anyaccel.serve.ray.options import Options
+from anyaccel.serve.ray.options import ServeOptions
 
 if TYPE_CHECKING:
     from ray import serve
 
-__all__ = ["Options", "app"]
+__all__ = ["ServeOptions", "app"]
 
 _OPEN = 1000  # open requests of an API process
 _AFTER_DRAIN = 10.0  # seconds that a process has to end after its requests have ended
 
 
-def app(options: Options) -> "serve.Application":
+def app(options: ServeOptions) -> "serve.Application":
     """The application; `serve run` and Serve's configuration files make the options of their arguments.
 
     Raises:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve.api.application import application
-from anyaccel.serve.ray.options import Options
+from anyaccel.serve.ray.options import ServeOptions
 from anyaccel.serve.ray.remote import RemoteEngine
 from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 from anyaccel.serve.requests.frontend import Frontend
@@ -25,7 +25,7 @@ class Api:
 
     _engine: RemoteEngine | None = None
 
-    async def __init__(self, options: Options, model: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, options: ServeOptions, model: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tokenizer = await asyncio.to_thread(load_text_tokenizer, options.path(), lambda text: None)
         reads = options.generation_config == "auto"
         defaults = await asyncio.to_thread(read_defaults, options.path()) if reads else SamplingDefaults()

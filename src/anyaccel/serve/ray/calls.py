@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between an API process and a replica: calls one way, chunks or failures the other."""
+"""What an API process and a replica send each other beside chunks: calls one way, errors the other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve import interface as contract
+from anyaccel.serve.interface import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
 
-# Some errors have constructor arguments of their own, which pickle would not restore.
-_KINDS: tuple[type[AnyAccelError], ...] = (
-    contract.EngineStoppedError,
-    contract.DeadlineError,
-    contract.TooLongError,
+_KINDS = (
+    EngineFullError,
+    EngineStoppedError,
+    DeadlineError,
+    TooLongError,
+    GrammarError,
     ModelError,
     UsageError,
     AnyAccelError,
@@ -22,7 +23,7 @@ _KINDS: tuple[type[AnyAccelError], ...] = (
 
 
 @dataclass
-class Call:
+class ReplicaCall:
     """A request in flight; only `request` is sent to the replica.
 
     Attributes:
@@ -37,31 +38,11 @@ class Call:
     replica: Hashable = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Call, (self.request,)
+        return ReplicaCall, (self.request,)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error of a replica's engine."""
-
-    kind: str
-    message: str
-    param: str = ""
-    retry_after_s: float = 0.0
-
-    @classmethod
-    def of(cls, error: AnyAccelError) -> Failure:
-        """The message to report for an error."""
-        if isinstance(error, contract.GrammarError):
-            return cls("GrammarError", str(error).removeprefix(f"{error.param}: "), error.param)
-        if isinstance(error, contract.EngineFullError):
-            return cls("EngineFullError", str(error), retry_after_s=error.retry_after_s)
-        return cls(next(kind.__name__ for kind in _KINDS if isinstance(error, kind)), str(error))
-
-    def error(self) -> AnyAccelError:
-        """The error again."""
-        if self.kind == "GrammarError":
-            return contract.GrammarError(self.param, self.message)
-        if self.kind == "EngineFullError":
-            return contract.EngineFullError(self.message, self.retry_after_s)
-        return next(kind for kind in _KINDS if kind.__name__ == self.kind)(self.message)
+def portable(error: AnyAccelError) -> AnyAccelError:
+    """The error, or the closest one that the API process knows and pickle can restore."""
+    if type(error) in _KINDS:
+        return error
+    return next(kind for kind in (ModelError, UsageError, AnyAccelError) if isinstance(error, kind))(str(error))

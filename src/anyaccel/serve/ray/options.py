@@ -22,8 +22,8 @@ def _given_key() -> list[SecretStr]:
     return [SecretStr(given)] if given else []
 
 
-def _node_of_cpus() -> int:
-    """Logical CPUs of the smallest NUMA node, as Ray counts them when it is not told."""
+def _cpus_of_node() -> int:
+    """Logical CPUs of the smallest NUMA node, as Ray counts them by default."""
     from anyaccel.topology import read_machine
 
     machine = read_machine()
@@ -32,7 +32,7 @@ def _node_of_cpus() -> int:
     return min((len(cpus) for cpus in nodes if cpus), default=os.cpu_count() or 1)
 
 
-class Options(BaseModel):
+class ServeOptions(BaseModel):
     """See the attributes; every one may be left out.
 
     Attributes:
@@ -100,7 +100,7 @@ class Options(BaseModel):
     @property
     def cpus(self) -> int:
         """Ray's CPUs of a replica."""
-        return self.num_cpus or _node_of_cpus()
+        return self.num_cpus or _cpus_of_node()
 
     @property
     def names(self) -> list[str]:
@@ -111,7 +111,7 @@ class Options(BaseModel):
 
     @property
     def aliases(self) -> list[str]:
-        """Names that are taken as well, and told to nobody; see `Frontend`."""
+        """Names that are accepted as well, but not shown; see `Frontend`."""
         return [] if self.served_model_name else list(dict.fromkeys([*filter(None, [self.model]), str(self.path())]))
 
     @property
@@ -134,11 +134,11 @@ class Options(BaseModel):
         check_decoder_only(path)
         return path.absolute()
 
-    def of_model(self) -> ModelOptions:
+    def model_options(self) -> ModelOptions:
         """The options of the model."""
         return ModelOptions(str(self.path()), self.dtype, self.group_size, self.kv_cache, 0, self.tp)
 
-    def of_engine(self) -> EngineSettings:
+    def engine_settings(self) -> EngineSettings:
         """The settings of a replica's engine. Its queue never refuses, since a replica's open requests are bounded."""
         return EngineSettings(
             max_batch=self.max_batch,

@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from anyaccel.errors import AnyAccelError
-from anyaccel.serve.engine.routing import together
+from anyaccel.serve.engine.replicas import gather
 from anyaccel.serve.interface import (
     Chunk,
     DeadlineError,
@@ -27,7 +27,7 @@ from anyaccel.serve.interface import (
     ModelFacts,
     Stats,
 )
-from anyaccel.serve.ray.calls import Call, Failure
+from anyaccel.serve.ray.calls import ReplicaCall
 
 logger = logging.getLogger("ray.serve")
 
@@ -40,13 +40,13 @@ _LATE_S = 5.0  # that a replica may take to report that a request's deadline has
 
 
 class RemoteEngine:
-    """See `contract.Engine`.
+    """See `Engine`.
 
     A request whose replica ends before anything has come of its answer goes to another one. One whose answer has begun
     ends with EngineStoppedError.
 
     Args:
-        facts: of the model, as a replica has chunk them.
+        facts: of the model, as a replica reports them.
         timeout_s: of a request that does not say its own.
     """
 
@@ -63,7 +63,7 @@ class RemoteEngine:
         end = time.monotonic() + (self._timeout_s if request.timeout_s is None else request.timeout_s)
         avoid: set[Any] = set()
         for left in reversed(range(_TRIES)):
-            call = Call(
+            call = ReplicaCall(
                 replace(request, timeout_s=max(0.001, end - time.monotonic())), list(request.prompt), set(avoid)
             )
             begun = False
@@ -79,7 +79,7 @@ class RemoteEngine:
             avoid.add(call.replica)
             await asyncio.sleep(_RETRY_S)
 
-    async def _answer(self, call: Call, end: float) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, call: ReplicaCall, end: float) -> AsyncGenerator[Chunk, None]:
         """The chunks that one replica sends.
 
         Raises:
@@ -91,20 +91,20 @@ class RemoteEngine:
             while True:
                 async with asyncio.timeout(max(0.0, end - time.monotonic()) + _LATE_S):
                     chunk = await anext(chunks, None)
-                ended = chunk is None or isinstance(chunk, Failure) or chunk.finish is not None
+                ended = chunk is None or isinstance(chunk, AnyAccelError) or chunk.finish is not None
                 if chunk is None:
                     raise EngineStoppedError("the replica has ended")
-                if isinstance(chunk, Failure):
-                    raise chunk.error()
+                if isinstance(chunk, AnyAccelError):
+                    raise chunk
                 call.tokens += chunk.tokens
                 yield chunk
                 if ended:
                     return
         except TimeoutError:
-            raise DeadlineError("the request's time was over before its answer was complete") from None
+            raise DeadlineError from None
         except (RayError, RayServeException) as error:
             ended = True
-            raise _contract_error(error) from None
+            raise _engine_error(error) from None
         finally:
             if not ended:
                 chunks.cancel()
@@ -113,19 +113,19 @@ class RemoteEngine:
         self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
     ) -> list[list[float]]:
         async def one(prompt: Sequence[int]) -> list[float]:
-            call = Call((list(prompt), pooling, key))
+            call = ReplicaCall((list(prompt), pooling, key))
             try:
                 async with asyncio.timeout(self._timeout_s + _LATE_S):
-                    found: list[float] | Failure = await _call_replica(self._model.embed, call)
+                    embedding: list[float] | AnyAccelError = await _call_replica(self._model.embed, call)
             except TimeoutError:
-                raise DeadlineError("the request's time was over before its answer was complete") from None
+                raise DeadlineError from None
             except (RayError, RayServeException) as error:
-                raise _contract_error(error) from None
-            if isinstance(found, Failure):
-                raise found.error()
-            return found
+                raise _engine_error(error) from None
+            if isinstance(embedding, AnyAccelError):
+                raise embedding
+            return embedding
 
-        return await together(map(one, prompts))
+        return await gather(map(one, prompts))
 
     def stats(self) -> Stats:
         """The sum over all replicas at the last poll, without the counts of replicas that have ended."""
@@ -138,14 +138,14 @@ class RemoteEngine:
         """Keep the readiness and the counters of the replicas up to date."""
         while True:
             try:
-                asked = self._model.broadcast("look")
-                found = await asked.results_async(timeout_s=_POLL_TIMEOUT_S, return_exceptions=True)
+                polled = self._model.broadcast("status")
+                results = await polled.results_async(timeout_s=_POLL_TIMEOUT_S, return_exceptions=True)
             except (RayError, RayServeException, TimeoutError) as error:
-                logger.debug("the replicas cannot be asked how they are: %s", error)
-                found = []
-            told = [each for each in found if isinstance(each, tuple)]
-            self._ready = any(ready for ready, _ in told)
-            self._stats = sum((stats for _, stats in told), Stats())
+                logger.debug("the replicas cannot be polled: %s", error)
+                results = []
+            states = [each for each in results if isinstance(each, tuple)]
+            self._ready = any(ready for ready, _ in states)
+            self._stats = sum((stats for _, stats in states), Stats())
             await asyncio.sleep(_POLL_S)
 
     async def drain(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class RemoteEngine:
             await self._polling
 
 
-def _call_replica(method: Any, call: Call) -> Any:
+def _call_replica(method: Any, call: ReplicaCall) -> Any:
     """Call a replica outside the context variables that Ray sets for an HTTP request.
 
     Inside them all calls would have one request id, and a router that does not take requests in their order would find
@@ -166,8 +166,8 @@ def _call_replica(method: Any, call: Call) -> Any:
     return Context().run(method.remote, call)
 
 
-def _contract_error(error: Exception) -> AnyAccelError:
-    """The contract's error for one of Ray's."""
+def _engine_error(error: Exception) -> AnyAccelError:
+    """The engine's error for one of Ray's."""
     if isinstance(error, BackPressureError):
         return EngineFullError("all replicas are busy, and so many requests wait already", _RETRY_AFTER_S)
     logger.warning("a request has lost its replica: %s", str(error).partition("\n")[0])

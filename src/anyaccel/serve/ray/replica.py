@@ -15,8 +15,8 @@ from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.launch.local.leases import Lease, bind_to, lease_cores
 from anyaccel.serve.engine.engine import open_engine
 from anyaccel.serve.interface import Chunk, ModelFacts, Stats
-from anyaccel.serve.ray.calls import Call, Failure
-from anyaccel.serve.ray.options import Options
+from anyaccel.serve.ray.calls import ReplicaCall, portable
+from anyaccel.serve.ray.options import ServeOptions
 from anyaccel.topology import Machine, format_cpu_list, read_machine
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Log:
 def cores_for(num_cpus: int, cpus_of_node: float, machine: Machine) -> int:
     """Physical cores for a replica of so many of Ray's CPUs.
 
-    Ray counts hardware threads unless it is told a number; the binder counts cores.
+    Ray counts hardware threads unless it gets a number; the binder counts cores.
 
     Args:
         cpus_of_node: how many Ray has on this machine.
@@ -63,41 +63,41 @@ def _take_cores(num_cpus: int) -> Lease:
 class Replica:
     """The actor of a replica, whose methods `remote.RemoteEngine` calls through a handle."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ServeOptions) -> None:
         self._closed = True  # until there is an engine
         self._lease = _take_cores(options.cpus)
-        model = options.of_model()
+        model = options.model_options()
         screen = _Log()
         tokenizer = load_text_tokenizer(options.path(), screen.line)
-        self._engine = open_engine(model, screen, options.of_engine(), tokenizer)
+        self._engine = open_engine(model, screen, options.engine_settings(), tokenizer)
         self._closed = False
         for line in self._engine.facts.plan:
             logger.info(line)
 
-    async def generate(self, call: Call) -> AsyncIterator[Chunk | Failure]:
-        """See `contract.Engine.generate`; an error is the last thing that comes."""
+    async def generate(self, call: ReplicaCall) -> AsyncIterator[Chunk | AnyAccelError]:
+        """See `Engine.generate`; an error is the last item."""
         try:
             chunks: AsyncGenerator[Chunk, None] = self._engine.generate(call.request)  # type: ignore[assignment]
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
         except AnyAccelError as error:
-            yield Failure.of(error)
+            yield portable(error)
 
-    async def embed(self, call: Call) -> list[float] | Failure:
-        """See `contract.Engine.embed`; of one prompt."""
+    async def embed(self, call: ReplicaCall) -> list[float] | AnyAccelError:
+        """See `Engine.embed`; of one prompt."""
         prompt, pooling, key = call.request
         try:
             return (await self._engine.embed([prompt], pooling, key))[0]
         except AnyAccelError as error:
-            return Failure.of(error)
+            return portable(error)
 
     async def facts(self) -> ModelFacts:
         """The facts about the model."""
         return self._engine.facts
 
-    async def look(self) -> tuple[bool, Stats]:
-        """Whether it is ready, and what it has counted."""
+    async def status(self) -> tuple[bool, Stats]:
+        """Whether it is ready, and its counters."""
         return self._engine.ready(), self._engine.stats()
 
     def record_replica_metadata(self) -> dict[str, Any]:

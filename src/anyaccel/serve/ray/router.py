@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from anyaccel.serve.engine.routing import Routes
-from anyaccel.serve.ray.calls import Call
+from anyaccel.serve.engine.replicas import Routes
+from anyaccel.serve.ray.calls import ReplicaCall
 
 _PAGES = 1 << 16  # assumed for the cache of a replica that has not reported its size
 
@@ -20,7 +20,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, shares: bool = True) -> None:
         """See `RequestRouterConfig.request_router_kwargs`."""
         self._routes: Routes[ReplicaID] = Routes(shares)
-        self._sent: dict[str, tuple[ReplicaID, Call]] = {}  # requests under way, by Ray's name for them
+        self._sent: dict[str, tuple[ReplicaID, ReplicaCall]] = {}  # requests under way, by Ray's name for them
         self._lock = threading.Lock()
 
     async def choose_replicas(
@@ -68,14 +68,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         with self._lock:
             self._routes.forget(replica_id)
 
-    def _note(self, replica_id: ReplicaID, call: Call) -> None:
+    def _note(self, replica_id: ReplicaID, call: ReplicaCall) -> None:
         replica = self.curr_replicas.get(replica_id)
         if replica is not None:
             pages = replica.replica_metadata.get("cache_pages", _PAGES)
             self._routes.note(replica_id, list(call.tokens), pages)
 
 
-def _call(pending_request: PendingRequest | None) -> Call | None:
+def _call(pending_request: PendingRequest | None) -> ReplicaCall | None:
     """The call of a pending request, if it has one."""
     given: Any = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return given if isinstance(given, Call) else None
+    return given if isinstance(given, ReplicaCall) else None

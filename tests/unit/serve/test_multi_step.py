@@ -13,10 +13,9 @@ import pytest
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import ModelError
-from anyaccel.serve.engine.multi_step import Outbox, Subscriber, TokenDispatcher
+from anyaccel.serve.engine.delivery import Delivery, ResultStream, Subscriber
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.engine.slots import MultiStep
-from anyaccel.serve.engine.streams import Stream
+from anyaccel.serve.engine.step import MultiStep
 from anyaccel.serve.interface import Chunk, GenerationRequest
 from serving import GREEDY, answer, decoder_of, engine, native, run
 
@@ -124,10 +123,10 @@ def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, mo
         decoder = decoder_of(llama, EngineSettings())
         apply = decoder.apply
 
-        def counted(work: Any, ahead: MultiStep | None = None) -> Any:
-            outcome = apply(work, ahead)
-            calls.append((len(outcome.before) + 1, len(work.run)))
-            return outcome
+        def counted(step: Any, multi_step: MultiStep | None = None) -> Any:
+            output = apply(step, multi_step)
+            calls.append((len(output.before) + 1, len(step.run)))
+            return output
 
         decoder.apply = counted
         return decoder
@@ -160,51 +159,25 @@ def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, mo
     run(main())
 
 
-def test_streams_of_a_second_loop_are_not_fed() -> None:
-    async def main() -> None:
-        dispatcher = TokenDispatcher()
-        mine = Stream()
-        dispatcher.attach(mine.loop)
-        theirs: list[Stream] = []
-
-        async def other() -> None:
-            theirs.append(Stream())
-
-        await asyncio.to_thread(asyncio.run, other())
-        assert dispatcher.start_call(4, [Subscriber(theirs[0], 0, 0.0)]) is None
-        assert dispatcher.start_call(4, [Subscriber(mine, 0, 0.0)]) is not None
-        dispatcher.close()
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
-
-
-def test_what_was_sent_before_a_loop_watched_does_not_count_for_later(llama: Any) -> None:
-    """It would let tokens of a call overtake what was sent before that call, from then on."""
+def test_batches_and_the_feed_keep_their_order(llama: Any) -> None:
     request = _request(llama, [5, 6, 7], 20)
     first = llama.model.step([request], exact=True)
 
-    async def main() -> list[int]:
-        dispatcher, stream = TokenDispatcher(), Stream()
-        outbox = Outbox(dispatcher)
-        outbox.add(Stream(), Chunk(()))
-        outbox.send()  # as for embeddings, which nothing is fed to
-        dispatcher.attach(stream.loop)
-        await asyncio.sleep(0)
-        outbox.add(stream, Chunk(tuple(first)))
-        outbox.send()  # it has not arrived when the next call's tokens can be taken
-        ahead = dispatcher.start_call(4, [Subscriber(stream, 0, 0.0)])
-        assert ahead is not None
-        tokens, fed = llama.model.steps([request], ahead.most, ahead.feed, ahead.tag)
-        dispatcher.finish_call(ahead)
-        dispatcher.read_feed()
-        outbox.add(stream, Chunk(tuple(tokens[-1])))
-        dispatcher.close()  # loses nothing of what is on its way
-        outbox.send()
+    async def main() -> None:
+        delivery, stream = Delivery(), ResultStream()
+        delivery.attach()
+        delivery.add(stream, Chunk(tuple(first)))
+        delivery.send()  # it has not arrived when the next call's tokens can be taken
+        call = delivery.start_call(4, [Subscriber(stream, 0, 0.0)])
+        tokens, fed = llama.model.steps([request], call.most, call.feed, call.tag)
+        delivery.finish_call(call)
+        delivery.read_feed()
+        delivery.add(stream, Chunk(tuple(tokens[-1])))
+        delivery.close()  # loses nothing of what is on its way
+        delivery.send()
         told: list[int] = []
         while len(told) < 1 + len(tokens):
-            told += (await asyncio.wait_for(stream.next(), 60)).tokens
+            told += (await asyncio.wait_for(stream.next(), 60)).tokens  # type: ignore[union-attr]
         assert (told, fed) == ([*first, *(each[0] for each in tokens)], 3)
-        return told
 
-    assert len(asyncio.run(main())) == 5
+    asyncio.run(main())
