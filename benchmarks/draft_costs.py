@@ -79,24 +79,26 @@ class Pair:
     def __init__(self, kind: str, model: Path, dtype: str, text: str, threads: int) -> None:
         from anyaccel.inference.native.draft import TextBridge, attach
         from anyaccel.inference.native.runtime import load_native
+        from anyaccel.inference.options import ModelOptions
         from anyaccel.inference.text.tokenizer import TextTokenizer, load_text_tokenizer
 
         tokenizer: Any = load_text_tokenizer(model)
-        own = None if dtype == "auto" else dtype
-        self.native = load_native(model, dtype=own, threads=threads, cache_limit=1 << 30)
+        own = ModelOptions(dtype, threads=threads, cache_bytes=1 << 30)
+        int4 = ModelOptions("int4", threads=threads, cache_bytes=1 << 30)
+        self.native = load_native(model, own)
         bridge = None
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             if kind in KINDS[:2]:
-                draft = load_native(model, dtype=own, threads=threads, cache_limit=1 << 30)
+                draft = load_native(model, own)
             elif kind == "itself in int4":
-                draft = load_native(model, dtype="int4", threads=threads, cache_limit=1 << 30)
+                draft = load_native(model, int4)
             else:
                 vocab = self.native.whole_spec.vocab
                 if kind == "other tokens":
                     vocab = other_tokenizer(folder, text)
                     bridge = TextBridge(tokenizer, TextTokenizer(folder))
-                draft = load_native(small_model(folder, vocab), dtype="int4", threads=threads, cache_limit=1 << 30)
+                draft = load_native(small_model(folder, vocab), int4)
         attach(self.native, draft, bridge)
         self.ids = tokenizer.encode(text)
         self.at = 0

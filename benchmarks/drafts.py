@@ -118,9 +118,10 @@ class Ours:
 
     def __init__(self, path: Path, dtype: str, threads: int) -> None:
         from anyaccel.inference.native.runtime import load_native
+        from anyaccel.inference.options import ModelOptions
         from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
 
-        self.native = load_native(path, dtype=None if dtype == "auto" else dtype, threads=threads, cache_limit=1 << 29)
+        self.native = load_native(path, ModelOptions(dtype, threads=threads, cache_bytes=1 << 29))
         ends = end_tokens(self.native.generation_config, self.native.config, path)
         self.ends = sorted({*ends, *load_text_tokenizer(path).end_tokens})
 

@@ -72,25 +72,17 @@ class Rank:
         return found
 
     def load(self, options: argparse.Namespace) -> None:
-        from anyaccel.inference.native.joining import together
-        from anyaccel.inference.native.runtime import NativeModel, load_native
+        from anyaccel.inference.native.rendezvous import connect_ranks
+        from anyaccel.inference.native.runtime import NativeModel, RankPlace, load_native
+        from anyaccel.inference.options import ModelOptions
 
-        tp, pp = options.tp, options.pp
+        how = ModelOptions(options.dtype, threads=1, cache_bytes=1 << 27, tp=options.tp, pp=options.pp)
         hosts = self.exchange(os.uname().nodename)
 
-        def work() -> NativeModel:
-            return load_native(
-                options.model,
-                dtype=options.dtype,
-                rank=self.rank % tp,
-                size=tp,
-                stage=self.rank // tp,
-                stages=pp,
-                threads=1,
-                cache_limit=1 << 27,
-            )
+        def load() -> NativeModel:
+            return load_native(options.model, how, RankPlace(self.rank))
 
-        self.native = together(self.exchange, work, anonymous=True, hosts=hosts) if tp * pp > 1 else work()
+        self.native = connect_ranks(self.exchange, load, anonymous=True, hosts=hosts) if how.ranks > 1 else load()
 
     def measure(self, delay_us: float, tokens: int, prompt: int) -> dict[str, Any]:
         from anyaccel.inference.generate import Generation, native_steps
@@ -345,7 +337,6 @@ def main() -> int:
     if options.worker:
         (DeepSpeedRank if options.worker == "peer" else Rank)(options).serve()
     import test_cluster
-
     from anyaccel.inference.checkpoints.model_path import default_model_file
 
     options.model = options.model or default_model_file()

@@ -117,9 +117,10 @@ def main() -> int:
     from anyaccel.inference.checkpoints.model_path import default_model_file
     from anyaccel.inference.generic.loading import model_folder
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
 
     folder = options.model or str(model_folder(default_model_file()))
-    models = {name: load_native(folder, dtype=options.dtype, cache_dtype=name) for name in options.cache}
+    models = {name: load_native(folder, ModelOptions(options.dtype, kv_cache=name)) for name in options.cache}
     bytes_a_token = {name: native.model.cache_bytes_per_token() for name, native in models.items()}
     quality: dict[str, tuple[float, float]] = {}
     if options.tokens:

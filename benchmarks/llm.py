@@ -61,8 +61,9 @@ def random_1b(folder: Path) -> Path:
 def bytes_a_token(model: str, dtype: str) -> int:
     """Packed bytes that one decode step reads: all but the embedding, of which it reads one row."""
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
 
-    native = load_native(model, dtype=dtype)
+    native = load_native(model, ModelOptions(dtype))
     spec = native.whole_spec
     a_weight = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 1.0}[dtype]  # int4 keeps it in 8 bits
     embedding = 0 if spec.tied else int(spec.vocab * spec.hidden * a_weight)

@@ -68,12 +68,13 @@ def compare_files(files: list[str], tokens: int, program: str | None, as_json: b
     from kv_cache import accuracy
 
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
     text = docstrings(TEST_CHARACTERS)[1]
     ids = torch.tensor(load_text_tokenizer(Path(files[0])).encode(text))
     windows = ids[: min(tokens, len(ids)) // WINDOW * WINDOW].view(-1, WINDOW)
-    models = {file: load_native(file, dtype=None) for file in files}
+    models = {file: load_native(file, ModelOptions("auto")) for file in files}
     found = accuracy(models, windows, WINDOW // 2)
     peer = {file: theirs(program, file, text) for file in files if program and file.endswith(".gguf")}
     if as_json:

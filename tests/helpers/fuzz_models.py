@@ -534,13 +534,14 @@ def read(path: Path, folder: Path) -> None:
     from anyaccel import _llm
     from anyaccel.inference.checkpoints.counts import check_folder, check_gguf
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
     from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens
 
     problems: list[AnyAccelError] = []
     try:
-        native = load_native(path, dtype=None, threads=1, cache_limit=1 << 20, use_cache=False)
+        native = load_native(path, ModelOptions("auto", threads=1, cache_bytes=1 << 20))
         ends = end_tokens(native.generation_config, native.config)
         options = {"max_new_tokens": 2, "temperature": 0.0, "end_tokens": [end for end in ends if end < len(TOKENS)]}
         request = _llm.Request(native.model, [1, 3, 4], options)

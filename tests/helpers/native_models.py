@@ -13,7 +13,7 @@ import torch
 import decoder_reference
 import family_cases
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native import shard, stages
+from anyaccel.inference.native import shard
 from anyaccel.inference.spec.decoder import DecoderSpec, weights
 
 
@@ -84,7 +84,7 @@ def rank_of(name: str, rank: int, size: int, threads: int = 1, pp: int = 1, **op
     sharded = shard.shard(spec, rank, size) if size > 1 else spec
     if pp > 1:
         sizes = [(name, value.numel() * 4) for name, value in values.items()]
-        sharded = stages.stage_of(sharded, stages.split_layers(*stages.bytes_by_layer(spec, sizes), pp), stage)
+        sharded = shard.stage_spec(sharded, shard.split_layers(*shard.bytes_by_layer(spec, sizes), pp), stage)
     return fill(empty(sharded, threads, **options), sharded, own)
 
 

@@ -21,7 +21,7 @@ import ranks
 from anyaccel import errors
 from anyaccel.comm import heartbeat as heartbeat_module
 from anyaccel.comm import hierarchy, shm
-from anyaccel.inference.hf.group import hosts_of
+from anyaccel.inference.hf.group import gather_hosts
 from anyaccel.inference.native.loading_watch import LoadingRanks
 from collective_cases import CASES, oneccl_folder, run_cases
 
@@ -135,7 +135,7 @@ def load_apart(victim: str) -> str:
     pretend((0, 0, 1))
     heartbeat_module._BEAT_SECONDS = 0.2
     group = dist.new_group(backend="shm")
-    watch = heartbeat_module.heartbeat_of(group, hosts_of(group))
+    watch = heartbeat_module.heartbeat_of(group, gather_hosts(group))
     assert watch is not None and watch.names()[2] == f"rank 2 on {os.uname().nodename}"
     loading = LoadingRanks(watch, dist.get_rank(), 2)
     if dist.get_rank() == 2:
@@ -145,7 +145,7 @@ def load_apart(victim: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + 3.5
         while time.monotonic() < end:  # it works
-            loading.progress(None)(1, 2)
+            loading.check()
     try:
         loading.meet()
     except errors.CommError as error:

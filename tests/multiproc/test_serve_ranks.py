@@ -17,9 +17,8 @@ import pytest
 import family_cases
 import serving
 from anyaccel.errors import UsageError
-from anyaccel.inference.ranks.gathered import RankError
-from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import Patience
+from anyaccel.inference.options import ModelOptions
+from anyaccel.inference.ranks.control import RankError, StepDeadline
 from anyaccel.serve.engine.engine import open_engine
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.interface import EngineStoppedError, GenerationRequest, SamplingParams
@@ -53,8 +52,8 @@ async def _ask(made: Any, prompts: list[list[int]]) -> list[serving.Answer]:
 
 
 def _open(folder: Path, tp: int, pp: int = 1, runtime: str = "auto") -> Any:
-    options = ModelOptions(str(folder), dtype="fp32", tp=tp, pp=pp, threads=1, runtime=runtime)
-    return open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26))
+    options = ModelOptions("fp32", tp=tp, pp=pp, threads=1, runtime=runtime)
+    return open_engine(folder, options, Screen(), EngineSettings(cache_bytes=1 << 26))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_ranks_that_are_stopped_are_killed_and_started_again(folder: Path, monke
                 for victim in victims[stopped]:
                     os.kill(victim, signal.SIGSTOP)
                 with monkeypatch.context() as patch:  # only while nothing could be in time
-                    patch.setattr(Patience, "seconds", lambda _self, _tokens: 0.2)
+                    patch.setattr(StepDeadline, "seconds", lambda _self, _tokens: 0.2)
                     with pytest.raises(EngineStoppedError, match="a rank hangs"):
                         await serving.answer(two, [5, 6, 7], 8, ignore_end=True)
                 while not two.ready():
@@ -145,7 +144,7 @@ def test_greedy_answers_of_two_ranks_are_the_same_alone_and_in_a_batch_of_32(fol
 
     async def main() -> None:
         settings = EngineSettings(cache_bytes=1 << 26, max_batch=32, prefix_cache=prefix_cache)
-        made = open_engine(ModelOptions(str(folder), dtype="bf16", tp=2, threads=1), Screen(), settings)
+        made = open_engine(folder, ModelOptions(tp=2, threads=1), Screen(), settings)
         try:
             alone = [(await serving.answer(made, prompt, 24, ignore_end=True)).tokens for prompt in prompts]
 
@@ -181,8 +180,8 @@ def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
             expected = [(await serving.answer(one, prompt, 12, ignore_end=True)).tokens for prompt in prompts]
         finally:
             await one.close()
-        options = ModelOptions(str(folder), dtype="fp32", threads=1)
-        two = open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26, replicas=2))
+        options = ModelOptions("fp32", threads=1)
+        two = open_engine(folder, options, Screen(), EngineSettings(cache_bytes=1 << 26, replicas=2))
         try:
             assert "2 replicas, each of one process of 1 threads" in two.facts.plan[0]
             asked = [serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
@@ -200,15 +199,15 @@ def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
 
 def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match="max_context=5000: the model's context has 1024 tokens"):
-        open_engine(ModelOptions(str(folder), dtype="fp32", threads=1), Screen(), EngineSettings(max_context=5000))
+        open_engine(folder, ModelOptions("fp32", threads=1), Screen(), EngineSettings(max_context=5000))
     family_cases.build("diffllama").save_pretrained(tmp_path / "other")
-    other = ModelOptions(str(tmp_path / "other"), dtype="fp32", threads=1)
+    other, options = tmp_path / "other", ModelOptions("fp32", threads=1)
     said = "models of the native and the device runtime only, which have no .*; anyaccel generate"
     with pytest.raises(UsageError, match=said):
-        open_engine(other, Screen())
+        open_engine(other, options, Screen())
     with pytest.raises(UsageError, match=r"^--runtime plain: anyaccel serve has models of the native and the device"):
-        open_engine(replace(other, runtime="plain"), Screen())
+        open_engine(other, replace(options, runtime="plain"), Screen())
     # Ranks say the same, before they load what they cannot use.
     with pytest.raises(RankError, match=f"^anyaccel serve has {said}") as ranks:
-        open_engine(replace(other, tp=2), Screen())
+        open_engine(other, replace(options, tp=2), Screen())
     assert ranks.value.exit_code == 2

@@ -35,7 +35,7 @@ from anyaccel.env import ISA_NAMES
 from anyaccel.errors import ModelError
 from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.launch import runners
 from anyaccel.launch.cluster import forward
 from anyaccel.launch.job import ClusterJob, Host
@@ -168,9 +168,9 @@ def test_a_method_of_quantised_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     save_file({"lm_head.weight_int8": q, "lm_head.weight_scale": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "row_int8"}}))
     with pytest.raises(ModelError, match="row_int8"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
     monkeypatch.setitem(quantised.METHODS, "row_int8", names["RowInt8"])
-    tensor: Any = checkpoint_of(tmp_path).source.tensor("lm_head.weight")
+    tensor: Any = read_checkpoint(tmp_path).source.tensor("lm_head.weight")
     assert tensor.format(range(64)) == ("i8", 0, False)
     values, found, minima = tensor.values(slice(0, 8), range(64), 0)
     assert (values == q).all()

@@ -64,8 +64,8 @@ EVERYBODYS = {
 # The rooms of a part and what stands beside them; each imports only those before it, for types too.
 ROOMS = {
     "inference": (
-        "config", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "engine",
-        "generate", "calibration", "quantize", "ranks",
+        "options", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "opening",
+        "engine", "generate", "calibration", "quantize", "ranks",
     ),
     "launch": (
         "counts", "host_name", "job", "limits", "output", "failure", "pid_file", "processes", "small_file",
@@ -172,7 +172,8 @@ def modules_after(code: str) -> set[str]:
         "import anyaccel; anyaccel.__version__; dir(anyaccel)",
         "import anyaccel.launch, anyaccel.topology, anyaccel.env, anyaccel.cli.run, anyaccel.cli.generate",
         "import anyaccel.accelerator, anyaccel.ops",
-        "import anyaccel.inference.native.runtime, anyaccel.inference.text.tokenizer, anyaccel.inference.ranks.loading",
+        "import anyaccel.inference.native.runtime, anyaccel.inference.text.tokenizer",
+        "import anyaccel.inference.ranks.backends, anyaccel.inference.ranks.rank, anyaccel.inference.options",
         "import anyaccel.inference.generate, anyaccel.inference.native.packing, anyaccel.inference.text.chat_template",
         "import anyaccel.cli.chat",
     ],

@@ -5,37 +5,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS
-from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.options import CACHE_DTYPES, DTYPES, GROUP_SIZES, RUNTIMES, ModelOptions, dtype_name
 from anyaccel.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
     from anyaccel.cli._screen import Screen
-    from anyaccel.inference.generate import Sampling
+    from anyaccel.inference.generate import SamplingOptions
     from anyaccel.inference.ranks.backends import Backend
     from anyaccel.launch.cluster.cluster import ClusterOptions
-
-# These are copied from inference.config, which would import torch; "auto" keeps the precision that the file has.
-DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
-# The names of torch and transformers, which `inference.config` accepts as well.
-_DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-GROUP_SIZES = (32, 64, 128)
-RUNTIMES = ("auto", "native", "device", "torch", "plain")
-CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
-
-
-def dtype_name(text: str) -> str:
-    """Our name for a dtype that may be given by an alias, such as float32, torch.bfloat16 or half."""
-    text = text.removeprefix("torch.")
-    return _DTYPE_ALIASES.get(text, text)
 
 
 def add_model_options(parser: Parser) -> None:
@@ -202,7 +189,6 @@ def add_draft_option(parser: Parser) -> None:
     """Add the option of speculative decoding."""
     parser.add_argument(
         "--draft",
-        dest="drafts",
         type=parse_drafts,
         default=Drafts(),
         metavar="ngram[:N]|PATH",
@@ -221,7 +207,7 @@ class Drafts:
 
 def warn_of_unused_drafts(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
     """Warn that --draft has no effect where the model does not run in the native runtime."""
-    if options.drafts.tokens and backend.runtime != "native":
+    if options.draft.tokens and backend.runtime != "native":
         screen.line(f"--draft: only the native runtime has drafts; runtime={backend.runtime!r} decodes without")
 
 
@@ -246,9 +232,10 @@ def check_numbers(options: argparse.Namespace) -> None:
     check_at_least(options, {"tp": 1, "pp": 1, "max_new_tokens": 1, "threads": 0})
     with naming_options(options):
         sampling_of(options)
-    if options.runtime == "device" and options.drafts.tokens:
+        model_of(options)
+    if options.runtime == "device" and options.draft.tokens:
         raise UsageError(
-            f"--draft {options.drafts.model or 'ngram'}: only the native runtime has drafts, not --runtime device"
+            f"--draft {options.draft.model or 'ngram'}: only the native runtime has drafts, not --runtime device"
         )
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")
@@ -261,19 +248,17 @@ def check_at_least(options: argparse.Namespace, least: Mapping[str, int]) -> Non
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {value}")
 
 
-def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
-    """The error with the option's name in place of the parameter's, as in --max-context 1 for max_context=1."""
-    name, equals, rest = str(error).partition("=")
-    return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
-
-
 @contextlib.contextmanager
 def naming_options(options: argparse.Namespace) -> Iterator[None]:
-    """Within the context, errors about a value name its option; see `by_option`."""
+    """Within the context, errors about a value name its option, as in --max-context 1 for max_context=1."""
     try:
         yield
-    except UsageError as error:
-        raise by_option(error, options) from None
+    except AnyAccelError as error:
+        found = re.match(r"(\w+)=('?)(.*?)\2(?=[ :])", str(error))
+        if error.exit_code != UsageError.exit_code or found is None or found[1] not in options:
+            raise
+        name, rest = found[1].replace("_", "-"), str(error)[found.end() :]
+        raise UsageError(f"--{name} {found[3]}{rest}") from None
 
 
 def model_path(given: str | None) -> Path:
@@ -291,14 +276,18 @@ def model_path(given: str | None) -> Path:
 
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
-    """The options as `ModelOptions`; a field for which the command has no option keeps its default."""
-    given = vars(options) | {"draft": options.drafts.model if "drafts" in options else ""}
+    """The options as `ModelOptions`; a field for which the command has no option keeps its default.
+
+    Raises:
+        UsageError: a value is out of its range, or does not go with another one.
+    """
+    given = vars(options) | {"draft": options.draft.model or None}
     return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
-def sampling_of(options: argparse.Namespace) -> Sampling:
-    """The options as `Sampling`."""
-    from anyaccel.inference.generate import Sampling
+def sampling_of(options: argparse.Namespace) -> SamplingOptions:
+    """The options as `SamplingOptions`."""
+    from anyaccel.inference.generate import SamplingOptions
 
-    given = vars(options) | {"draft_tokens": options.drafts.tokens, "draft_model": bool(options.drafts.model)}
-    return Sampling(**{each.name: given[each.name] for each in fields(Sampling)})
+    given = vars(options) | {"draft_tokens": options.draft.tokens, "draft_model": bool(options.draft.model)}
+    return SamplingOptions(**{each.name: given[each.name] for each in fields(SamplingOptions)})

@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-from anyaccel.cli._model_options import check_at_least, dtype_name
+from anyaccel.cli._model_options import check_at_least
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
+from anyaccel.inference.options import DTYPES, dtype_name
 from anyaccel.terminal import table_width
 
-_DTYPES = ("bf16", "fp16", "fp32", "int8", "int4")
 _EXAMPLES = """\
   how fast is the default model here, in two precisions?
       anyaccel bench llm --dtype bf16 --dtype int8
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
     add(
         "--dtype",
         type=dtype_name,
-        choices=_DTYPES,
+        choices=DTYPES[:-1],
         action="append",
         help="precision of the weights; may be given several times (default: bf16)",
     )

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.cli._model_options import (
@@ -25,7 +26,6 @@ from anyaccel.cli._model_options import (
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.ranks.loading import open_backend
 from anyaccel.terminal import moves_cursor
 
 if TYPE_CHECKING:
@@ -82,14 +82,16 @@ def main(argv: list[str]) -> int:
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     cluster = cluster_of(options)
     if cluster is None and options.tp * options.pp == 1:
-        return open_backend(model_of(options), screen)
+        from anyaccel.inference.ranks.backends import open_backend
+
+        return open_backend(Path(options.model), model_of(options), screen)
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(
             f"--tp {options.tp} --pp {options.pp}: a chat starts its workers itself; run it without a launcher"
         )
     from anyaccel.inference.ranks.command import start
 
-    return start(model_of(options), screen, cluster=cluster)
+    return start(Path(options.model), model_of(options), screen, cluster=cluster)
 
 
 class Conversation:

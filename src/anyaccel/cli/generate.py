@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._model_options import (
@@ -26,7 +27,6 @@ from anyaccel.cli._model_options import (
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import UsageError
-from anyaccel.inference.ranks.loading import open_backend
 
 if TYPE_CHECKING:
     from anyaccel.inference.generate import Generation
@@ -89,10 +89,13 @@ def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     cluster = cluster_of(options)
     ranks = options.tp * options.pp
     if cluster is None and (ranks == 1 or os.environ.get("WORLD_SIZE") == str(ranks)):
-        return open_backend(model_of(options), screen)  # one process, or one of the ranks that a launcher started
+        # One process, or one of the ranks that a launcher started.
+        from anyaccel.inference.ranks.backends import open_backend
+
+        return open_backend(Path(options.model), model_of(options), screen)
     from anyaccel.inference.ranks.command import start
 
-    return start(model_of(options), screen, lasting=False, cluster=cluster)
+    return start(Path(options.model), model_of(options), screen, lasting=False, cluster=cluster)
 
 
 def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:
@@ -112,7 +115,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         show("\n")
     cut = not stream.ended and result.was_cut(options.max_new_tokens, backend.ends)
     summary = _summary(options, backend, result, stream.text) | {"finish_reason": "length" if cut else "stop"}
-    drafts = options.drafts.tokens and backend.runtime == "native"
+    drafts = options.draft.tokens and backend.runtime == "native"
     if backend.first:
         if options.json:
             print(json.dumps(summary))

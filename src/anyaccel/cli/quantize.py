@@ -9,6 +9,7 @@ from typing import Any
 
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Elapsed
+from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.terminal import moves_cursor
 
 _EXAMPLES = """\
@@ -39,7 +40,7 @@ def build_parser() -> Parser:
     group = add(
         "--group-size",
         type=int,
-        choices=(32, 64, 128),
+        choices=GROUP_SIZES,
         default=32,
         help="number of weights that share a scale in int4 (default: 32)",
     )

@@ -25,7 +25,7 @@ from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only
-from anyaccel.inference.ranks.beside import Beside
+from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
 from anyaccel.serve.listening import Settings
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)
-    with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
+    with listening.bind(settings.host, settings.port) as taken, BackgroundTask() as importing:
         importing.start(lambda: _import_server(options))
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
@@ -215,10 +215,10 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
         timeout_s=options.request_timeout,
         prefix_cache=not options.no_prefix_cache,
         replicas=options.replicas,
-        draft_tokens=options.drafts.tokens,
-        draft_model=bool(options.drafts.model),
+        draft_tokens=options.draft.tokens,
+        draft_model=bool(options.draft.model),
     )
-    return open_engine(model_of(options), screen, chosen, tokenizer)
+    return open_engine(Path(options.model), model_of(options), screen, chosen, tokenizer)
 
 
 def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: SamplingDefaults) -> Frontend:

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 from anyaccel._lazy import lazy
 
 if TYPE_CHECKING:
-    from anyaccel.inference.config import InferenceConfig, TensorParallelConfig
     from anyaccel.inference.engine import InferenceEngine, init_inference, optimize
     from anyaccel.inference.generate import Generation, generate_tokens
+    from anyaccel.inference.options import ModelOptions
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "Generation": "anyaccel.inference.generate",
-        "InferenceConfig": "anyaccel.inference.config",
         "InferenceEngine": "anyaccel.inference.engine",
-        "TensorParallelConfig": "anyaccel.inference.config",
+        "ModelOptions": "anyaccel.inference.options",
         "generate_tokens": "anyaccel.inference.generate",
         "init_inference": "anyaccel.inference.engine",
         "optimize": "anyaccel.inference.engine",
@@ -30,9 +29,8 @@ __getattr__, __dir__ = lazy(
 
 __all__ = [
     "Generation",
-    "InferenceConfig",
     "InferenceEngine",
-    "TensorParallelConfig",
+    "ModelOptions",
     "generate_tokens",
     "init_inference",
     "optimize",

@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch import nn
 
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
-from anyaccel.inference.config import QUANTISED, InferenceConfig, parse_precision
 from anyaccel.inference.generic.loading import (
     check_dtype,
     model_folder,
@@ -28,22 +28,41 @@ from anyaccel.inference.generic.loading import (
 )
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
-from anyaccel.inference.hf.group import hosts_of, in_step, together, tp_group
-from anyaccel.inference.hf.later import Later, MadeLater
+from anyaccel.inference.hf.group import group_place, synchronise_sampling
 from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.modules.adapters import MERGE, has_adapters, refuse_adapters
 from anyaccel.inference.modules.stand_in import StandIn
-
-if TYPE_CHECKING:
-    from anyaccel.inference.native.runtime import NativeModel
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, RankPlace
+from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, open_model
+from anyaccel.inference.options import QUANTISED, ModelOptions, dtype_name
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], object]
+_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # torch's threads do not live in a child of fork(), and GCC's OpenMP waits for them for ever: one thread is left, as in
 # the workers of torch's data loaders. The native runtime starts threads of its own.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
+class LazyModule:
+    """The Hugging Face model of a native engine, made when it is asked for, as importing transformers takes seconds.
+
+    The native runtime computes without it; it shows structure and configuration, and has their `generate`.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._module: nn.Module | None = None
+
+    def module(self) -> nn.Module:
+        """The model, which is made once."""
+        with self._lock:
+            if self._module is None:
+                with torch.inference_mode(False):  # torch would mark tensors that are created in inference mode
+                    self._module = self._make()
+            return self._module
 
 
 class InferenceEngine(PrecisionMethods, nn.Module):
@@ -57,66 +76,76 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         plan: which parts of its own weights those are; nothing is planned where the native runtime divides them.
         dtype: of the logits, and of the weights unless those are quantised.
         settings: what was asked for.
-        runtime: what runs the model: "native", "device", "torch" or "plain", see InferenceConfig.
+        runtime: what runs the model: "native", "device", "torch" or "plain", see ModelOptions.
         why: what the native runtime, or on a device the device's, lacks for this model; empty when it runs it or was
             not asked to.
         native: the model of "native" or "device"; None when another runtime runs it.
     """
 
+    module: Any
+
     def __init__(
         self,
-        module: nn.Module | Later,
+        module: nn.Module | LazyModule,
         plan: TensorParallelPlan,
-        settings: InferenceConfig,
+        settings: ModelOptions,
         group: dist.ProcessGroup | None,
         runtime: str = "plain",
         why: str = "",
         native: NativeModel | None = None,
     ) -> None:
+        vars(self)["_lazy"] = None
         super().__init__()
         self.plan = plan
         self.settings = settings
-        self.dtype = settings.torch_dtype
+        self.dtype = _FLOATS[settings.arithmetic]
         self.group = group
         self.runtime = runtime
         self.why = why
         self.native = native
-        if isinstance(module, Later):
-            vars(self)["_later"] = module
-            self.__class__ = _waiting_as(module.name)
+        if isinstance(module, LazyModule):
+            vars(self)["_lazy"] = module
         else:
-            self._arrive(module)
-
-    def _arrive(self, module: nn.Module) -> None:
-        super().__setattr__("module", module)
-        self.__class__ = _named_as(type(module).__name__)
-        vars(self).pop("_later", None)
+            self.module = module
 
     @property
-    def waits(self) -> bool:
+    def is_lazy(self) -> bool:
         """Whether the Hugging Face model is still to be made."""
-        return "_later" in vars(self)
+        return vars(self)["_lazy"] is not None
+
+    def _make_module(self) -> None:
+        lazy = vars(self)["_lazy"]
+        if lazy is not None:
+            vars(self)["_modules"]["module"] = lazy.module()
+            vars(self)["_lazy"] = None
+
+    # torch.nn.Module's methods read submodules here: whichever of them is called, the model is there then.
+    @property
+    def _modules(self) -> dict[str, Any]:
+        self._make_module()
+        return vars(self)["_modules"]  # type: ignore[no-any-return]
+
+    @_modules.setter
+    def _modules(self, modules: dict[str, Any]) -> None:
+        vars(self)["_modules"] = modules
 
     def _get_name(self) -> str:
         return InferenceEngine.__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._make_module()
         made: Any = super().__reduce_ex__(protocol)
-        return (_blank, (), *made[2:])  # the class has no place of its own, where pickle could find it
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__class__ = _named_as(type(self.module).__name__)
+        return (_blank, (type(self).__name__,), *made[2:])  # pickle could not find the class, which has no name here
 
     def __getattr__(self, name: str) -> Any:
         """The model's, for names that are not the engine's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
+            module = self._modules.get("module") if "native" in vars(self) else None
             if module is None:
                 raise
-            return getattr(module, name)
+            return module if name == "module" else getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The model's, too: what is put there has its effect on what the model computes, or is the model's error."""
@@ -175,30 +204,24 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         if self.native is not None:
             return self.module.generate(*args, **kwargs)
         from anyaccel.inference.hf.generate_checks import check_arguments
-        from anyaccel.inference.hf.kept import configurations_kept
-        from anyaccel.inference.hf.native_generate import seeded
+        from anyaccel.inference.hf.native_generate import preserve_configurations, seeded
 
         check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
         seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
-        in_step(kwargs, self.group)
-        with seeded(seed, generator), configurations_kept(self.module, kwargs.get("assistant_model")):
+        synchronise_sampling(kwargs, self.group)
+        with seeded(seed, generator), preserve_configurations(self.module, kwargs.get("assistant_model")):
             return self.module.generate(*args, **kwargs)
 
 
-def _blank() -> InferenceEngine:
-    return InferenceEngine.__new__(InferenceEngine)
-
-
 @functools.cache
-def _named_as(name: str) -> type[InferenceEngine]:
-    """A subclass of the engine that has the name of the model's class: pipelines look models up by that name."""
+def _engine_class(name: str) -> type[InferenceEngine]:
+    """The engine under the name of the model's class: transformers' pipelines look models up by that name."""
     return type(name, (InferenceEngine,), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
 
 
-@functools.cache
-def _waiting_as(name: str) -> type[InferenceEngine]:
-    """The same for an engine whose model is still to be made."""
-    return type(name, (MadeLater, InferenceEngine), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
+def _blank(name: str) -> InferenceEngine:
+    kind = _engine_class(name)
+    return kind.__new__(kind)
 
 
 def init_inference(
@@ -218,9 +241,9 @@ def init_inference(
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
         tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1. `"wire_dtype"`: "bf16" or
-            "int8" for fewer bytes between hosts, see TensorParallelConfig.
+            "int8" for fewer bytes between hosts, see ModelOptions.
         pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
-        group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
+        group_size, kv_cache, cache_bytes, threads, runtime: see ModelOptions.
         draft: path of a smaller model, or an engine of one, that guesses tokens: the same answers, sooner. From a path
             it runs in int4, of a GGUF file as what the file has.
 
@@ -231,42 +254,57 @@ def init_inference(
         UsageError: an option is wrong, or there are fewer ranks than tp_size.
         ModelError: the model cannot be read or divided.
     """
-    settings = InferenceConfig.from_options({**(config or {}), **options})
-    stages = settings.pipeline_parallel.size
-    on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
-    if not on_host and settings.runtime in ("native", "torch"):
-        raise UsageError(
-            f"runtime={settings.runtime!r} is for the CPU; this accelerator is {get_accelerator().device_name()}"
-        )
-    if not on_host and stages > 1:
-        raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
-    if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
-        raise UsageError(f"{type(model).__name__}: its weights have been packed before; load the model again")
-    if isinstance(model, nn.Module) and settings.runtime != "plain" and has_adapters(model):
-        if settings.runtime != "auto" or settings.dtype in QUANTISED:
-            raise UsageError(f"{type(model).__name__}: {MERGE}")
-        logger.warning("%s: %s; until then its own code runs as it is", type(model).__name__, MERGE)
-        settings = dataclasses.replace(settings, runtime="plain")
-    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
-        raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
-    why = ""
-    executor = ("native" if on_host else "device") if settings.runtime == "auto" else settings.runtime
-    if executor in ("native", "device"):
-        from anyaccel.inference.spec.mapping import Unsupported
+    settings = ModelOptions.from_arguments({**(config or {}), **options})
+    if isinstance(model, nn.Module):
+        settings = _check_module(model, settings)
+    place = group_place(settings, accelerator_is_cpu())
+    callbacks = Callbacks(progress)
+    shapes: dict[int, torch.Size] = {}
+    if isinstance(model, nn.Module):
+        from anyaccel.inference.hf.snapshot import parameter_shapes
 
-        try:
-            return _decoder_engine(model, settings, progress, executor)
-        except Unsupported as lack:
-            if settings.runtime == executor or stages > 1 or settings.draft is not None:
-                raise Unsupported(lack.feature, executor) from lack
-            if settings.dtype in QUANTISED and not on_host:
-                raise UsageError(
-                    f"dtype={settings.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
-                ) from lack
-            why = lack.feature
-            packed = " with packed linears" if on_host else ""
-            logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)
-    return _torch_engine(model, settings, progress, on_host and settings.runtime != "plain", why)
+        shapes = parameter_shapes(model)
+    opened: NativeModel | OwnCode | None = None
+    try:
+        opened = open_model(model, settings, place, callbacks)
+    finally:
+        if isinstance(model, nn.Module) and (opened is None or isinstance(opened, OwnCode)):
+            _forbid_use(model, shapes)
+    if isinstance(opened, OwnCode):
+        if opened.feature:
+            logger.warning("%s", opened)
+        return own_code_engine(model, settings, place, opened, progress)
+
+    def make() -> nn.Module:
+        return _native_module(model, opened, settings, place.group, shapes)
+
+    if isinstance(model, nn.Module) or place.group is not None:
+        module: nn.Module | LazyModule = make()
+        name = type(module).__name__
+    else:
+        check_dtype(opened.config, f"{Path(model) / 'config.json'}: ")
+        module = LazyModule(make)
+        name = str((opened.config.get("architectures") or [InferenceEngine.__name__])[0])
+    plan = TensorParallelPlan(place.rank % settings.tp, settings.tp)
+    return _engine_class(name)(module, plan, settings, place.group, opened.runtime, native=opened)
+
+
+def _check_module(model: nn.Module, settings: ModelOptions) -> ModelOptions:
+    """Refuse a model in memory that has no weights to take over; with adapters, only its own code runs.
+
+    Raises:
+        UsageError: it has been packed before, has no values, or has adapters and its own code was not allowed.
+    """
+    if any(isinstance(p, StandIn) for p in model.parameters()):
+        raise UsageError(f"{type(model).__name__}: its weights have been packed before; load the model again")
+    if any(p.is_meta for p in model.parameters()):
+        raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
+    if settings.runtime == "plain" or not has_adapters(model):
+        return settings
+    if settings.runtime != "auto" or settings.dtype in QUANTISED:
+        raise UsageError(f"{type(model).__name__}: {MERGE}")
+    logger.warning("%s: %s; until then its own code runs as it is", type(model).__name__, MERGE)
+    return dataclasses.replace(settings, runtime="plain")
 
 
 def optimize(
@@ -287,75 +325,10 @@ def optimize(
     return init_inference(model, dtype=dtype, progress=progress, **options).module
 
 
-def _model_group(settings: InferenceConfig) -> tuple[dist.ProcessGroup | None, int]:
-    """The ranks that have a part of the model, and this rank's place among them.
-
-    Raises:
-        UsageError: the ranks of the job cannot be divided into such groups.
-    """
-    tp_size, stages = settings.tensor_parallel.tp_size, settings.pipeline_parallel.size
-    asked = f"tensor_parallel tp_size={tp_size}"
-    return tp_group(tp_size * stages, f"{asked} with pipeline_parallel size={stages}" if stages > 1 else asked)
-
-
-def _decoder_engine(
-    model: nn.Module | str | Path,
-    settings: InferenceConfig,
-    progress: Progress | None,
-    executor: str,
-) -> InferenceEngine:
-    """The engine on one of the two executors of DecoderSpec.
-
-    Raises:
-        Unsupported: it lacks something that the model needs.
-    """
-    from anyaccel.inference.device.loading import load_decoder
-
-    tp_size = settings.tensor_parallel.tp_size
-    group, rank = _model_group(settings)
-    hosts = hosts_of(group)
-    shapes: dict[int, torch.Size] = {}
-    if isinstance(model, nn.Module):
-        from anyaccel.inference.hf.snapshot import shapes_of
-
-        shapes = shapes_of(model)
-    on_host = hosts.count(hosts[rank]) if hosts else 1
-    try:
-        native = together(
-            group,
-            lambda told: load_decoder(model, settings, rank, on_host, told, executor, group),
-            hosts,
-            None if isinstance(model, nn.Module) else Path(model).expanduser(),
-            settings.tensor_parallel.wire_dtype,
-            progress,
-        )
-        if settings.draft is not None:
-            from anyaccel.inference.hf.drafting import draft_for
-
-            draft_for(
-                native,
-                model,
-                settings,
-                lambda load, path: together(group, lambda told: load(rank, on_host, told), hosts, path),
-            )
-    except BaseException:
-        if isinstance(model, nn.Module):
-            _forbid_use(model, shapes)
-        raise
-    module: nn.Module | Later
-    if isinstance(model, nn.Module) or group is not None:
-        module = _native_module(model, native, settings, group, shapes)
-    else:
-        check_dtype(native.config, f"{Path(model) / 'config.json'}: ")
-        kinds = native.config.get("architectures") or [InferenceEngine.__name__]
-        module = Later(lambda: _native_module(model, native, settings, group, shapes), str(kinds[0]))
-    return InferenceEngine(module, TensorParallelPlan(rank % tp_size, tp_size), settings, group, executor, "", native)
-
-
 def _native_module(
     model: nn.Module | str | Path,
     native: NativeModel,
-    settings: InferenceConfig,
+    settings: ModelOptions,
     group: dist.ProcessGroup | None,
     shapes: Mapping[int, torch.Size],
 ) -> nn.Module:
@@ -365,9 +338,9 @@ def _native_module(
     if isinstance(model, nn.Module):
         module: Any = model
     else:
-        module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
+        module = native_skeleton(Path(model).expanduser(), native, _FLOATS[settings.arithmetic])
         untie_head(module, native)
-    return make_native(module, native, settings.torch_dtype, group, shapes)
+    return make_native(module, native, _FLOATS[settings.arithmetic], group, shapes)
 
 
 def _forbid_use(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
@@ -383,21 +356,17 @@ def _refuse(model: nn.Module, _args: object) -> NoReturn:
     )
 
 
-def _torch_engine(
-    model: nn.Module | str | Path,
-    settings: InferenceConfig,
-    progress: Progress | None,
-    packed: bool,
-    why: str,
+def own_code_engine(
+    model: nn.Module | str | Path, settings: ModelOptions, place: RankPlace, code: OwnCode, progress: Progress | None
 ) -> InferenceEngine:
     """The engine on the model's own code: divided among ranks, and with packed linears where they fit."""
     _check_cache_options(settings)
-    group, rank = _model_group(settings)
     folder = None if isinstance(model, nn.Module) else model_folder(model)
     # Of a model with quantised linears: what is not quantised, and arithmetic.
-    dtype = torch.bfloat16 if settings.dtype in QUANTISED else settings.torch_dtype
+    dtype = torch.bfloat16 if settings.dtype in QUANTISED else _FLOATS[settings.arithmetic]
     if settings.dtype == "auto":
         dtype = stored_dtype(model if isinstance(model, nn.Module) else Path(model).expanduser())
+    packed, why = code.runtime == "torch", code.feature
     if packed and (edited := _edited_layers(settings)):
         packed, why = False, why or f"code for what {edited} computes here"
     source: WeightSource
@@ -407,7 +376,7 @@ def _torch_engine(
     else:
         module = skeleton(folder, dtype)
         source = weights_for(module, folder, keep=packed and settings.dtype == "auto")
-    plan = make_plan(module, rank, settings.tensor_parallel.tp_size)
+    plan = make_plan(module, place.rank, settings.tp)
     for name, reason in plan.whole.items():
         logger.info("%s stays whole on every rank: %s", name or "all of it", reason)
     if plan.size > 1 and not plan.row_parallel:
@@ -424,19 +393,19 @@ def _torch_engine(
         if progress is not None:
             progress(done, total)
 
-    apply(module, plan, source, dtype, get_accelerator().device(), group, report)
-    engine = InferenceEngine(module, plan, settings, group, "plain", why)
+    apply(module, plan, source, dtype, get_accelerator().device(), place.group, report)
+    engine = _engine_class(type(module).__name__)(module, plan, settings, place.group, "plain", why)
     engine.dtype = dtype
     if packed:
         from anyaccel.inference.generic.runtime import pack
 
-        pack(module, parse_precision(dtype) if settings.dtype == "auto" else settings.dtype, settings.group_size)
+        pack(module, dtype_name(dtype) if settings.dtype == "auto" else settings.dtype, settings.group_size)
         engine.runtime = "torch"
         refuse_adapters(module)
     return engine
 
 
-def _check_cache_options(settings: InferenceConfig) -> None:
+def _check_cache_options(settings: ModelOptions) -> None:
     """Say that options of a cache of ours have no effect on the model's own.
 
     Raises:
@@ -453,7 +422,7 @@ def _check_cache_options(settings: InferenceConfig) -> None:
         logger.warning("%s=%r has no effect: the model's own code has its own cache", name, value)
 
 
-def _edited_layers(settings: InferenceConfig) -> str:
+def _edited_layers(settings: ModelOptions) -> str:
     """Which of torch's layers compute something of their own here, so that no packed ones may take their places."""
     from anyaccel.inference.generic.runtime import edited_layers
 

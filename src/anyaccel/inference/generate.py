@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.native.draft import MOST_DRAFTS
+from anyaccel.inference.native.runtime import check_memory, logits_error
 from anyaccel.numerals import whole_number
 
 if TYPE_CHECKING:
@@ -42,6 +43,21 @@ class Generation:
     decode_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    _start: float = field(default=0.0, repr=False)
+    _first: float = field(default=0.0, repr=False)
+
+    def begin(self) -> None:
+        """The computation of the prompt begins."""
+        self._start = time.perf_counter()
+
+    def add(self, token: int) -> None:
+        """Record a token that has just come."""
+        now = time.perf_counter()
+        if not self.tokens:
+            self._first = now
+            self.prompt_seconds = now - self._start
+        self.decode_seconds = now - self._first
+        self.tokens.append(token)
 
     def was_cut(self, most: int, ends: Collection[int]) -> bool:
         """Whether the answer has ended by its number of tokens, and not by one of `ends`."""
@@ -59,7 +75,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How the next token is chosen, under Hugging Face's names; temperature 0 takes the likeliest.
 
     Attributes:
@@ -150,7 +166,7 @@ class _Sampler:
     Rank 0 alone decides, so rounding that differs between ranks can never make them generate different texts.
     """
 
-    def __init__(self, engine: InferenceEngine, sampling: Sampling) -> None:
+    def __init__(self, engine: InferenceEngine, sampling: SamplingOptions) -> None:
         import torch
 
         self._engine = engine
@@ -177,9 +193,7 @@ class _Sampler:
         if engine.tp_size > 1:
             comm.inference_broadcast(token, group=engine.group)
         if int(token) < 0:
-            raise ModelError(
-                f"the model's logits are NaN or infinite in {engine.dtype}; try another dtype, such as fp32"
-            )
+            raise logits_error(engine.dtype)
         return token
 
     def _choose(self, logits_V: torch.Tensor, history_T: torch.Tensor) -> torch.Tensor:
@@ -241,15 +255,13 @@ def generate_tokens(
     """
     by_model = engine.native is not None and engine.native.draft is not None
     drafts = (MOST_DRAFTS if by_model else 0) if draft_tokens is None else draft_tokens
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, drafts, by_model)
+    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed, drafts, by_model)
     ids = _one_prompt(input_ids)
-    vocabulary, limit = _sizes(engine)
+    vocabulary, limit = sizes_of(engine)
     check_prompt(ids, max_new_tokens, vocabulary, limit)
     result = Generation() if result is None else result
     result.prompt_tokens = len(ids)
     if engine.native is not None:
-        from anyaccel.inference.native.runtime import check_memory
-
         check_memory(engine.native, [len(ids)], 1, max_new_tokens)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(end_tokens_of(engine))}
         return native_steps(engine.native, ids, options, result)
@@ -258,13 +270,13 @@ def generate_tokens(
 
 def _one_prompt(input_ids: Any) -> list[int]:
     """The tokens of a list, or of a tensor or array with a prompt or a row with one."""
-    told = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
-    if isinstance(told, list | tuple) and len(told) == 1 and isinstance(told[0], list | tuple):
-        told = told[0]
-    if not isinstance(told, list | tuple) or any(isinstance(token, list | tuple) for token in told):
+    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+    if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):
+        ids = ids[0]
+    if not isinstance(ids, list | tuple) or any(isinstance(token, list | tuple) for token in ids):
         shape = f"of shape {list(input_ids.shape)}" if hasattr(input_ids, "shape") else f"{input_ids!r:.80}"
         raise UsageError(f"input_ids {shape}: must be the token ids of one prompt, such as [1, 2, 3]")
-    return [whole_number("a token of the prompt", token) for token in told]
+    return [whole_number("a token of the prompt", token) for token in ids]
 
 
 def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:
@@ -284,28 +296,21 @@ def request_steps(native: NativeModel, request: _llm.Request, result: Generation
     Raises:
         ModelError: the logits are NaN or infinite.
     """
-    start = first = time.perf_counter()
+    result.begin()
     while not request.finished:
         (token,) = native.model.step([request])
         if token < 0:
-            raise ModelError(
-                f"the model's logits are NaN or infinite in {native.dtype}; try another dtype, such as fp32"
-            )
-        now = time.perf_counter()
-        if not result.tokens:
-            first = now
-            result.prompt_seconds = now - start
-            if native.saving is not None:
-                native.saving.begin()
-        result.decode_seconds = now - first
-        result.tokens.append(token)
+            raise logits_error(native.dtype)
+        if not result.tokens and native.saving is not None:
+            native.saving.begin()
+        result.add(token)
         result.drafted, result.accepted = request.drafts
         yield token
 
 
-def _sizes(engine: InferenceEngine) -> tuple[int, int]:
+def sizes_of(engine: InferenceEngine) -> tuple[int, int]:
     """The vocabulary and the longest context of an engine's model, 0 for any."""
-    if engine.native is not None and engine.waits:
+    if engine.native is not None:
         return engine.native.whole_spec.vocab, engine.native.whole_spec.max_tokens
     config = engine.config.get_text_config()
     return config.vocab_size, max(getattr(config, "max_position_embeddings", None) or 0, 0)  # XLNet's -1: any
@@ -315,7 +320,7 @@ def end_tokens_of(engine: InferenceEngine) -> set[int]:
     """The tokens that end a text of an engine's model."""
     native = engine.native
     configured: Any
-    if native is not None and engine.waits and (native.generation_config or "eos_token_id" in native.config):
+    if native is not None and engine.is_lazy and (native.generation_config or "eos_token_id" in native.config):
         configured = (native.generation_config or native.config).get("eos_token_id")
     else:  # transformers has tokens of its own for configurations that say nothing
         configured = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
@@ -333,17 +338,12 @@ def _steps(
 
     ends = end_tokens_of(engine)
     sequence = TorchSequence(engine.module, torch.tensor([ids], device=engine.device), max_new_tokens)
-    start = first = time.perf_counter()
+    result.begin()
     token: torch.Tensor | None = None
-    for step in range(max_new_tokens):
+    for _ in range(max_new_tokens):
         with torch.inference_mode():
             token = sampler.next(sequence.logits(token), ids + result.tokens)
-        now = time.perf_counter()
-        if step == 0:
-            first = now
-            result.prompt_seconds = now - start
-        result.decode_seconds = now - first
-        result.tokens.append(int(token))
+        result.add(int(token))
         yield result.tokens[-1]
         if result.tokens[-1] in ends:
             return

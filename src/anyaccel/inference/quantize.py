@@ -38,9 +38,9 @@ from anyaccel.inference.checkpoints.stored_values import (
     with_zero_points,
 )
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native.checkpoint import Checkpoint, checkpoint_of
-from anyaccel.inference.native.formats import GROUPS, Precision
-from anyaccel.inference.native.tied import own_head
+from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head, read_checkpoint
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.inference.spec.decoder import MatrixShape, each_weight
 
 Progress = Callable[[int, int], object]
@@ -120,7 +120,7 @@ def quantize(
             _check_target(source, target, force)
 
     check()
-    checkpoint = checkpoint_of(source)
+    checkpoint = read_checkpoint(source)
     if checkpoint.config.get("quantization_config"):
         raise ModelError(
             f"{source}: its weights are quantised already; give the model that it was made from, in 16 or 32 bits"
@@ -184,7 +184,7 @@ class _Work:
         self._progress = progress
         self._bits = 4 if summary.dtype == "int4" else 8
         family = family_of(checkpoint.config)
-        self.untied = own_head(self.source, family, family.spec(checkpoint.config)) is not None
+        self.untied = find_untied_head(self.source, family, family.spec(checkpoint.config)) is not None
         self._linears = self._linear_names(checkpoint)
         self._groups: dict[str, int] = {}  # tensor -> columns that share a scale, 0 for all
         for name in self.source.names():
@@ -225,7 +225,10 @@ class _Work:
         if bits is None:
             return [IntGrid(4, self._groups[name], self.summary.asymmetric)]
         cols = shape_of(self.source.tensor(name))[1]
-        return [*(IntGrid(4, group, True) for group in reversed(GROUPS) if cols % group == 0), IntGrid(8, cols, False)]
+        return [
+            *(IntGrid(4, group, True) for group in reversed(GROUP_SIZES) if cols % group == 0),
+            IntGrid(8, cols, False),
+        ]
 
     def _has_zeros(self, name: str) -> bool:
         return self._grids[name].asymmetric if name in self._grids else self.summary.asymmetric
@@ -265,7 +268,9 @@ class _Work:
             return None
         if self._bits == 8:
             return 0 if tensor.shape[1] % 4 == 0 else None
-        wanted = [group for group in reversed(GROUPS) if group <= self.summary.group and tensor.shape[1] % group == 0]
+        wanted = [
+            group for group in reversed(GROUP_SIZES) if group <= self.summary.group and tensor.shape[1] % group == 0
+        ]
         return wanted[0] if wanted else None
 
     def write(self, folder: Path) -> None:

@@ -60,14 +60,10 @@ def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
 def test_dtypes_have_the_names_that_torch_and_transformers_give_them(command: str) -> None:
-    from anyaccel.inference import config
-
     parser = importlib.import_module(f"anyaccel.cli.{command}").build_parser()
     needed = {"generate": ["prompt"], "chat": [], "bench": ["llm"]}[command]
-    for name, dtype in config._DTYPES.items():
-        for spelling in (name, str(dtype)):
-            found = parser.parse_args([*needed, "--dtype", spelling]).dtype
-            assert found in (config._NAMES[dtype], [config._NAMES[dtype]])
+    for spelling in ("fp16", "half", "float16", "torch.float16"):
+        assert parser.parse_args([*needed, "--dtype", spelling]).dtype in ("fp16", ["fp16"])
     with pytest.raises(UsageError, match="invalid choice: 'int3'"):
         parser.parse_args([*needed, "--dtype", "int3"])
     if command != "bench":

@@ -17,7 +17,7 @@ import pytest
 
 from anyaccel.cli import _interrupts, main
 from anyaccel.cli._interrupts import careful_interrupts
-from anyaccel.inference.ranks.beside import Abandoned, Beside
+from anyaccel.inference.ranks.background import Abandoned, BackgroundTask
 
 # Runs one command in many forks of itself; in each something happens in the main thread once the thread that loads has
 # come to the moment of that fork. What is said about a fork is its exit status, after Python has wound itself up.
@@ -26,7 +26,7 @@ DRIVER = textwrap.dedent(
     import json, os, signal, sys, threading
     from anyaccel import _llm
     from anyaccel.cli import _screen, chat, generate, main
-    from anyaccel.inference.ranks import loading
+    from anyaccel.inference.ranks import backends
     from anyaccel.inference import generate as _
     from anyaccel.inference.text import tokenizer
     from anyaccel.inference.native import checkpoint, packed_cache, packing, runtime
@@ -56,9 +56,9 @@ DRIVER = textwrap.dedent(
             setattr(owner, attribute, call)
 
         after(_screen.Screen, "progress", "progress")
-        after(checkpoint, "checkpoint_of", "open")
+        after(checkpoint, "read_checkpoint", "open")
         after(packing.Plan, "shapes", "plan")
-        after(packed_cache.Entry, "save", "save")
+        after(packed_cache.PackedModel, "save", "save")
         load = tokenizer.load_text_tokenizer
 
         def load_text_tokenizer(path, announce):
@@ -161,7 +161,7 @@ def test_work_beside_has_ended_when_the_block_has() -> None:
             ended.append(error)
             raise
 
-    with pytest.raises(ZeroDivisionError), Beside() as beside:
+    with pytest.raises(ZeroDivisionError), BackgroundTask() as beside:
         beside.start(work)
         assert steps.wait(60)
         raise ZeroDivisionError
@@ -169,10 +169,10 @@ def test_work_beside_has_ended_when_the_block_has() -> None:
 
 
 def test_work_beside_gives_its_value_or_its_error() -> None:
-    with Beside() as beside:
+    with BackgroundTask() as beside:
         beside.start(lambda: 5)
         assert beside.result() == 5
-    with pytest.raises(ZeroDivisionError), Beside() as beside:
+    with pytest.raises(ZeroDivisionError), BackgroundTask() as beside:
         beside.start(lambda: 1 // 0)
         beside.result()
 

@@ -27,7 +27,7 @@ from anyaccel.inference.calibration.text import builtin_text, spread_text
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.quantize import quantize
 
 INTS = [IntGrid(4, 32, True), IntGrid(4, 64, False), IntGrid(4, 128, True), IntGrid(8, 256, False)]
@@ -113,7 +113,7 @@ def test_parts_of_the_rows_are_rounded_as_the_whole(grid: Grid, monkeypatch: pyt
 
 
 def test_a_block_that_is_run_again_computes_only_what_has_changed(model: Path) -> None:
-    source: Any = checkpoint_of(model)
+    source: Any = read_checkpoint(model)
     blocks = Blocks(source.source, source.config, torch.tensor(list(bytes(512))).view(1, 512), "test")
     with blocks.block(0) as block:
         wanted = block.run(blocks.hidden[0])
@@ -167,7 +167,7 @@ def divergence(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 def test_damage_is_what_rounding_does_to_the_next_token(model: Path) -> None:
     """Against the divergence that there is when only the matrices of one set are rounded, and all else computed."""
-    source: Any = checkpoint_of(model)
+    source: Any = read_checkpoint(model)
     text = builtin_text()[:2048].encode("ascii", "replace")
     blocks = Blocks(source.source, source.config, torch.tensor(list(text)).view(4, 512), "test")
     outside = Outside("model.embed_tokens.weight", "lm_head.weight", 256 * 64)
@@ -200,7 +200,7 @@ def test_damage_is_what_rounding_does_to_the_next_token(model: Path) -> None:
 
 
 def test_embedding_and_head_are_rounded_by_what_their_errors_do(model: Path) -> None:
-    source: Any = checkpoint_of(model)
+    source: Any = read_checkpoint(model)
     text = builtin_text()[:2048].encode("ascii", "replace")
     blocks = Blocks(source.source, source.config, torch.tensor(list(text)).view(4, 512), "test")
     outside = Outside("model.embed_tokens.weight", "lm_head.weight", 256 * 64)
@@ -279,7 +279,7 @@ def whole_model(folder: Path, like: Path | None = None) -> Any:
     """With the values that the checkpoint stands for; of a GGUF file `like` is a folder with its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source: Any = checkpoint_of(folder).source
+    source: Any = read_checkpoint(folder).source
     config = AutoConfig.from_pretrained(like or folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -448,7 +448,7 @@ def test_a_calibrated_gguf_file(model: Path, tmp_path: Path, monkeypatch: pytest
     text(tmp_path)
     summary = quantize(file, tmp_path / "out.gguf", calibrate=tmp_path / "text.txt", format="gguf")
     assert {each.type for each in summary.matrices} == {"q4_k", "q4_1"}  # down_proj has 256 columns
-    before, after = (checkpoint_of(tmp_path / name).source for name in ("model.gguf", "out.gguf"))
+    before, after = (read_checkpoint(tmp_path / name).source for name in ("model.gguf", "out.gguf"))
     assert sorted(before.names()) == sorted(after.names())
     assert GgufSource(tmp_path / "out.gguf").metadata["llama.block_count"] == 2
     for name in before.names():

@@ -15,7 +15,7 @@ import fuzz_models
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.gguf_models import open_gguf
 from anyaccel.inference.generate import check_prompt
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.spec.mapping import Unsupported
@@ -69,7 +69,7 @@ def test_metadata_that_contradict_the_file_are_refused(
     file.pairs[f"{kind}.{key}"] = value
     path = written(file, tmp_path)
     with pytest.raises(ModelError) as error:
-        Plan(checkpoint_of(path), Precision(None), 0, 1)
+        Plan(read_checkpoint(path), Precision(None), 0, 1)
     assert not isinstance(error.value, Unsupported)  # nobody has to import transformers to say it
     assert said in str(error.value)
     assert str(error.value).startswith(str(path))

@@ -19,7 +19,7 @@ import fuzz_models
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.registry import FAMILIES
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.spec.mapping import Unsupported
@@ -52,7 +52,7 @@ def bounded_work() -> Iterator[None]:
 def refused(path: Path) -> str:
     """What is said of a model that cannot be read."""
     with bounded_work(), pytest.raises(ModelError) as error:
-        Plan(checkpoint_of(path), Precision(None), 0, 1)
+        Plan(read_checkpoint(path), Precision(None), 0, 1)
     said = str(error.value)
     assert "\n" not in said
     assert len(said) < fuzz_models.LONGEST
@@ -65,14 +65,14 @@ def test_healthy_files_are_read(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(fuzz_models.healthy_gguf(kind).content())
     with bounded_work():
-        Plan(checkpoint_of(file), Precision(None), 0, 1)
+        Plan(read_checkpoint(file), Precision(None), 0, 1)
     fuzz_models.read(file, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gptq", "compressed", "sharded"])
 def test_healthy_folders_are_read(kind: str, tmp_path: Path) -> None:
     fuzz_models.healthy_folder(tmp_path / "model", kind)
-    Plan(checkpoint_of(tmp_path / "model"), Precision(None), 0, 1)
+    Plan(read_checkpoint(tmp_path / "model"), Precision(None), 0, 1)
     fuzz_models.read(tmp_path / "model", tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_metadata_are_checked(kind: str, key: str, value: tuple[int, Any], said:
     file = tmp_path / "model.gguf"
     file.write_bytes(healthy.content())
     if not said:
-        Plan(checkpoint_of(file), Precision(None), 0, 1)
+        Plan(read_checkpoint(file), Precision(None), 0, 1)
         return
     assert said in refused(file)
 
@@ -199,13 +199,14 @@ def test_templates_are_checked(content: bytes, tmp_path: Path) -> None:
 )
 def test_configs_are_checked(name: str, value: Any, said: str, tmp_path: Path) -> None:
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
 
     folder = tmp_path / "model"
     fuzz_models.healthy_folder(folder, "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
     with bounded_work(), pytest.raises(ModelError) as error:
-        load_native(folder, dtype=None, use_cache=False)
+        load_native(folder, ModelOptions("auto"))
     assert said in str(error.value)
     assert len(str(error.value)) < fuzz_models.LONGEST
 
@@ -373,4 +374,4 @@ def test_what_is_unsupported_is_not_taken_for_damage(tmp_path: Path) -> None:
     healthy.pairs["general.architecture"] = (TEXT, "mamba")
     (tmp_path / "model.gguf").write_bytes(healthy.content())
     with pytest.raises(Unsupported, match="'mamba'"):
-        checkpoint_of(tmp_path / "model.gguf")
+        read_checkpoint(tmp_path / "model.gguf")

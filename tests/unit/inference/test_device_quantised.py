@@ -22,10 +22,11 @@ from anyaccel.inference.device import quantised
 from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.runtime import load_device
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.native.runtime import load_native
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import QUANTISED
 from gguf_cases import random_blocks
@@ -35,8 +36,8 @@ _TOKENS = [5, 17, 40, 3, 21, 8, 33]
 _CPU = torch.device("cpu")
 
 
-def _device(source: Any, dtype: str | None, arithmetic: str | None = "fp32", **more: Any) -> Any:
-    return load_device(source, dtype=dtype, cache_dtype=arithmetic, cache_limit=_LIMIT, **more).model
+def _device(source: Any, dtype: str, arithmetic: str = "fp32", **more: Any) -> Any:
+    return load_device(source, ModelOptions(dtype, kv_cache=arithmetic, cache_bytes=_LIMIT, **more)).model
 
 
 def _logits(model: Any, tokens: list[int] = _TOKENS) -> torch.Tensor:
@@ -71,7 +72,7 @@ def test_checkpoints_are_kept_as_they_are_and_computed_exactly(name: str, tmp_pa
     quantised_cases.make(name, tmp_path)
     form = quantised_cases.CASES[name][-1]
     exact = _logits(_device(tmp_path, "fp32"))
-    kept = _device(tmp_path, None if form[0] != "bf16" else "bf16", "fp32" if form[0] != "bf16" else None)
+    kept = _device(tmp_path, *(("bf16", "auto") if form[0] == "bf16" else ("auto", "fp32")))
     if form[0] == "bf16":  # groups that no format has
         assert _forms(kept) == {("torch.bfloat16", 0, False)}
         assert _difference(_logits(kept), exact) < 0.03
@@ -79,7 +80,7 @@ def test_checkpoints_are_kept_as_they_are_and_computed_exactly(name: str, tmp_pa
     of_device = form if form[0] in ("i4", "i8") else ("i8", *form[1:])  # which has no other whole numbers
     assert _forms(kept) == {of_device}
     assert _difference(_logits(kept), exact) < 1e-5
-    assert _difference(_logits(_device(tmp_path, None, "bf16")), exact) < 0.03
+    assert _difference(_logits(_device(tmp_path, "auto", "bf16")), exact) < 0.03
 
 
 def _rounded(shape: MatrixShape, values: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ def test_floats_are_rounded_as_natively(name: str, dtype: str, group: int, tmp_p
     """Matrices of which pairs turn, biases, experts, latents: each with the whole numbers that native has."""
     model = family_cases.build(name)
     model.save_pretrained(tmp_path)
-    plan = Plan(checkpoint_of(tmp_path), Precision(dtype, group), 0, 1)
+    plan = Plan(read_checkpoint(tmp_path), Precision(dtype, group), 0, 1)
     weights = decoder_reference.assemble(plan.family, plan.whole, model.state_dict())
     weights |= {shape.name: _rounded(shape, weights[shape.name].contiguous()) for shape in plan.matrices}
     reference = decoder_reference.Reference(plan.whole, weights)
@@ -115,16 +116,15 @@ def test_floats_are_rounded_as_natively(name: str, dtype: str, group: int, tmp_p
     assert own.weight_bytes < 0.6 * _device(tmp_path, "fp32").weight_bytes
 
 
-@pytest.mark.parametrize("dtype", [None, "int8", "int4"])
-def test_a_real_model_answers_as_natively(dtype: str | None) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
+def test_a_real_model_answers_as_natively(dtype: str) -> None:
     """SmolLM2-135M in Q4_1, kept, or brought to another precision."""
     own = _device(default_model_file(), dtype)
-    native = load_native(
-        default_model_file(), dtype=dtype, cache_dtype="fp32", cache_limit=_LIMIT, use_cache=False, threads=1
-    )
+    options = ModelOptions(dtype, kv_cache="fp32", cache_bytes=_LIMIT, threads=1)
+    native = load_native(default_model_file(), options)
     prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
     assert _answers(own, [prompt], 12) == _answers(native.model, [prompt], 12)
-    if dtype is None:
+    if dtype == "auto":
         assert _forms(own) == {("i4", 32, True)}
         assert own.weight_bytes < 1.3 * native.model.weight_bytes
 
@@ -170,7 +170,7 @@ def test_types_of_gguf_files(kind: str, tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     exact = _logits(_device(path, "fp32"))
-    kept = _device(path, None)
+    kept = _device(path, "auto")
     assert _forms(kept) == {_TYPES[kind]}
     assert _difference(_logits(kept), exact) < 2e-3  # scales of two levels are one half: docs/inference.md
 
@@ -243,9 +243,9 @@ def test_an_operator_that_is_wrong_or_missing_is_not_taken(monkeypatch: pytest.M
 
 def test_without_operators_all_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised_cases.make("awq", tmp_path)
-    by_operators = _logits(_device(tmp_path, None))
+    by_operators = _logits(_device(tmp_path, "auto"))
     monkeypatch.setattr(quantised, "_MAKERS", ())
-    assert _difference(_logits(_device(tmp_path, None)), by_operators) < 1e-5
+    assert _difference(_logits(_device(tmp_path, "auto")), by_operators) < 1e-5
 
 
 def test_an_engine_has_them(tmp_path: Path) -> None:
@@ -258,8 +258,6 @@ def test_an_engine_has_them(tmp_path: Path) -> None:
     assert engine.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None).shape == (1, len(_TOKENS) + 4)
     with pytest.raises(UsageError, match="kv_cache='int8': runtime='device' has bf16, fp32 here"):
         anyaccel.init_inference(tmp_path, dtype="int4", kv_cache="int8", runtime="device")
-    with pytest.raises(UsageError, match="group=48: must be one of"):
-        load_device(tmp_path, dtype="int4", group_size=48)
 
 
 def test_values_that_are_no_numbers_are_said(tmp_path: Path) -> None:
@@ -285,5 +283,5 @@ def test_no_more_than_a_few_rows_of_the_file_are_on_the_host(tmp_path: Path, mon
         write(self, name, first, q, *more)
 
     monkeypatch.setattr(DeviceWeights, "_write_quantised", noted)
-    _device(tmp_path, None)
+    _device(tmp_path, "auto")
     assert len(seen) > 8 and max(seen) <= 1 << 12

@@ -26,6 +26,7 @@ from anyaccel._llm import Request
 from anyaccel.errors import ModelError
 from anyaccel.inference.device import rotary
 from anyaccel.inference.families.registry import FAMILIES, family_of
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import Unsupported
 
@@ -86,20 +87,21 @@ def test_the_spec_means_what_transformers_computes(name: str) -> None:
         _assert_close(torch.cat(rows), expected)
 
 
-def _native(source: Any, **more: Any) -> Any:
+def _native(source: Any, config: Any = None, rank: int = 0, **more: Any) -> Any:
     """A float32 model of the native runtime."""
     pytest.importorskip("anyaccel._llm")
-    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.native.runtime import RankPlace, load_native
 
-    settings = {"dtype": "fp32", "cache_dtype": "fp32", "cache_limit": 1 << 26, "use_cache": False, **more}
-    return load_native(source, **settings).model
+    options = ModelOptions("fp32", cache_bytes=1 << 26, **more)
+    return load_native(copy.deepcopy(source), options, RankPlace(rank), config=config).model
 
 
-def _on_device(source: Any, **more: Any) -> Any:
+def _on_device(source: Any, config: Any = None) -> Any:
     """A float32 model of inference/device, on the CPU."""
     from anyaccel.inference.device.runtime import load_device
 
-    return load_device(source, dtype="fp32", cache_limit=1 << 26, **more).model
+    options = ModelOptions("fp32", cache_bytes=1 << 26)
+    return load_device(copy.deepcopy(source), options, config=config).model
 
 
 def _run(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -151,7 +153,7 @@ def _in_4_bits(x_THD: torch.Tensor) -> torch.Tensor:
 def test_a_cache_of_few_bits_rounds_keys_and_values(name: str, dtype: str, keep: Any) -> None:
     case = _case(name)
     reference = decoder_reference.Reference(case.spec, case.weights, keep=keep)
-    found = _run(_native(case.model, threads=2, cache_dtype=dtype), case.spec.vocab, case.tokens)
+    found = _run(_native(case.model, threads=2, kv_cache=dtype), case.spec.vocab, case.tokens)
     differences, rounding = [], []
     for count, ids, actual, exact in zip(_PROMPTS, case.tokens, found, case.logits, strict=True):
         sequence = reference.start()
@@ -235,7 +237,7 @@ def test_long_prompts_of_a_padded_batch(name: str) -> None:
 
 def _run_ranks(case: Case, size: int) -> list[list[torch.Tensor]]:
     """What each of `size` ranks computes; the ranks are threads of this process."""
-    models = [_native(case.model, rank=rank, size=size, threads=1) for rank in range(size)]
+    models = [_native(case.model, rank=rank, tp=size, threads=1) for rank in range(size)]
     names = [model.create_segment(20.0) for model in models]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda model: model.connect(names, [os.getpid()] * size), models))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.quantised_layout import float8_values
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from recorded_model import RecordedModel
@@ -64,7 +64,7 @@ def write(folder: Path, quantization: dict[str, Any], tensors: dict[str, Any]) -
 
 
 def packed(folder: Path, rank: int = 0, size: int = 1) -> tuple[Plan, RecordedModel]:
-    plan = Plan(checkpoint_of(folder), Precision(None), rank, size)
+    plan = Plan(read_checkpoint(folder), Precision(None), rank, size)
     model = RecordedModel(plan.shapes())
     plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
     model.check_full()
@@ -125,4 +125,4 @@ def test_parts_that_do_not_fit_are_named(change: Any, error: Any, text: str, tmp
     at = "model.layers.0.self_attn.q_proj"
     write(tmp_path, FINE, {f"{at}.{name}": each for name, each in parts.items() if each is not None})
     with pytest.raises(error, match=text):
-        checkpoint_of(tmp_path).source.tensor(f"{at}.weight")
+        read_checkpoint(tmp_path).source.tensor(f"{at}.weight")

@@ -12,10 +12,11 @@ import pytest
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.families.gguf_models import open_gguf
 from anyaccel.inference.families.registry import ARCHITECTURES
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.native.runtime import load_native
+from anyaccel.inference.options import ModelOptions
 from recorded_model import RecordedModel
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
@@ -23,7 +24,7 @@ FILES = sorted(path.stem for path in DATA.glob("*.gguf"))
 
 
 def _logits(path: Path, tokens: list[int], kept: list[int]) -> np.ndarray:
-    native = load_native(path, dtype="fp32", cache_dtype="fp32", use_cache=False)
+    native = load_native(path, ModelOptions("fp32"))
     logits = np.empty((len(kept), native.whole_spec.vocab), np.float32)
     sequence = native.model.create()
     ids = np.array(tokens, np.int64)
@@ -46,7 +47,7 @@ def test_a_stack_that_is_quantised_across_the_rows_of_its_matrix() -> None:
     """attn_k_b of DeepSeek: blocks run along the keys, rows of the weight along the latents."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     path = DATA / "deepseek2-v3-q8_0.gguf"
-    plan = Plan(checkpoint_of(path), Precision("fp32"), 0, 1)
+    plan = Plan(read_checkpoint(path), Precision("fp32"), 0, 1)
     model = RecordedModel(plan.shapes())
     plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
     stored = {each.name: each for each in gguf.GGUFReader(path).tensors}

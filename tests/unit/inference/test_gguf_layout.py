@@ -19,7 +19,7 @@ from anyaccel.inference.checkpoints.gguf_file import GgufFile, GgufSource
 from anyaccel.inference.checkpoints.gguf_types import GGML_TYPES
 from anyaccel.inference.checkpoints.gguf_unused import check_all_used
 from anyaccel.inference.checkpoints.model_path import default_model_file
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.spec.mapping import Unsupported
@@ -137,7 +137,7 @@ def test_a_real_file_is_read() -> None:
 
 def read(file: fuzz_models.Gguf, path: Path) -> Plan:
     path.write_bytes(file.content())
-    return Plan(checkpoint_of(path), Precision(None), 0, 1)
+    return Plan(read_checkpoint(path), Precision(None), 0, 1)
 
 
 def relabelled(file: fuzz_models.Gguf, kind: str) -> fuzz_models.Gguf:

@@ -225,8 +225,8 @@ def test_packed_weights_of_other_forms_are_not_read(tmp_path: Path, monkeypatch:
     source = tmp_path / "m.gguf"
     source.write_bytes(b"GGUF")
 
-    def entry() -> packed_cache.Entry:
-        return packed_cache.Entry(source, {})
+    def entry() -> packed_cache.PackedModel:
+        return packed_cache.PackedModel(source, {})
 
     with monkeypatch.context() as before:
         lossy = {**HELD, "q6_k": type(HELD["q6_k"])(("i8", 32, False), HELD["q6_k"].levels)}

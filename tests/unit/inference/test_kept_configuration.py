@@ -10,7 +10,7 @@ import torch
 
 import anyaccel
 import family_cases
-from anyaccel.inference.hf.kept import configurations_kept
+from anyaccel.inference.hf.native_generate import preserve_configurations
 
 IDS = torch.tensor([[5, 17, 99, 3, 64]])
 
@@ -50,7 +50,7 @@ def test_a_call_that_an_error_ends_leaves_the_model_as_it_was(runtime: str) -> N
 def test_inner_configurations_and_new_attributes() -> None:
     model = family_cases.build("llama")
     model.config.inner = type(model.config)(hidden_size=64)
-    with configurations_kept(model, None):
+    with preserve_configurations(model, None):
         model.config.inner.hidden_size = 1
         model.config.new = True
     assert model.config.inner.hidden_size == 64

@@ -37,21 +37,21 @@ def _engine(folder: Path) -> InferenceEngine:
 @pytest.fixture
 def engine(folder: Path) -> InferenceEngine:
     made = _engine(folder)
-    assert made.waits
+    assert made.is_lazy
     return made
 
 
 def test_native_tokens_do_not_need_the_model(engine: InferenceEngine) -> None:
     tokens = list(generate_tokens(engine, PROMPT, max_new_tokens=6))
-    assert engine.waits
+    assert engine.is_lazy
     with pytest.raises(UsageError, match="outside the model's vocabulary"):
         generate_tokens(engine, torch.tensor([1 << 30]), max_new_tokens=1)
-    assert engine.waits
+    assert engine.is_lazy
     at_once = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="native")
-    assert not at_once.waits
+    assert not at_once.is_lazy
     assert list(generate_tokens(at_once, PROMPT, max_new_tokens=6)) == tokens
     assert engine.generate(PROMPT[None], max_new_tokens=6)[0, 5:].tolist() == tokens
-    assert not engine.waits
+    assert not engine.is_lazy
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_needs_the_model_makes_it(engine: InferenceEngine, ask: Any) -> Non
     assert isinstance(engine, nn.Module) and isinstance(engine, InferenceEngine)
     assert type(engine).__name__ == "LlamaForCausalLM"
     ask(engine)
-    assert not engine.waits
+    assert not engine.is_lazy
     assert type(engine) is type(anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="native"))
     assert dict(engine.named_children()) == {"module": engine.module}
     assert engine.generation_config is engine.module.generation_config

@@ -17,7 +17,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import default_model_file
 from anyaccel.inference.families.gguf_models import open_gguf
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.in_memory import checkpoint_in_memory
 from anyaccel.inference.native.packing import Plan
@@ -307,7 +307,7 @@ def test_decoder_and_weights_are_those_of_the_hugging_face_model(name: str, tmp_
 
     model = hugging_face_model(name)
     write_gguf(tmp_path / "model.gguf", name, model)
-    plan, found = packed(checkpoint_of(tmp_path / "model.gguf"))
+    plan, found = packed(read_checkpoint(tmp_path / "model.gguf"))
     wanted_plan, wanted = packed(checkpoint_in_memory(model, None, release=False))
     assert close(asdict(plan.whole), asdict(wanted_plan.whole)), (plan.whole, wanted_plan.whole)
     for matrix, values in wanted.matrices.items():
@@ -322,7 +322,7 @@ def test_decoder_and_weights_are_those_of_the_hugging_face_model(name: str, tmp_
 def test_formats_of_the_file_are_kept(kind: str, form: str, tmp_path: Path) -> None:
     model = hugging_face_model("llama")
     write_gguf(tmp_path / "model.gguf", "llama", model, kind)
-    plan, found = packed(checkpoint_of(tmp_path / "model.gguf"))
+    plan, found = packed(read_checkpoint(tmp_path / "model.gguf"))
     assert {m.format for m in plan.matrices} == {form}
     assert {m.minimum for m in plan.matrices} == {kind == "Q4_1"}
     weight = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
@@ -336,7 +336,7 @@ def test_real_file_keeps_its_formats() -> None:
     assert opened.config["model_type"] == "llama"
     assert opened.config["vocab_size"] == 49152
     assert opened.generation_config == {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 2}
-    plan = Plan(checkpoint_of(default_model_file()), Precision(None), 0, 1)
+    plan = Plan(read_checkpoint(default_model_file()), Precision(None), 0, 1)
     assert {(m.format, m.group, m.minimum) for m in plan.matrices} == {("i4", 32, True), ("i8", 32, False)}
     assert family_of(opened.config).spec(opened.config).tied
 
@@ -423,7 +423,8 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
 
 def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from anyaccel.inference.native.runtime import load_native
-    from anyaccel.inference.ranks.loading import describe_weights
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import describe_weights
 
     class Screen:
         lines: list[str]
@@ -436,7 +437,7 @@ def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
     write_gguf(tmp_path / "model.gguf", "llama", hugging_face_model("llama"), "Q5_1")
     for cached in (False, True):
-        native = load_native(tmp_path / "model.gguf", dtype=None)
+        native = load_native(tmp_path / "model.gguf", ModelOptions("auto"))
         assert (native.cached, native.forms) == (cached, {"q5_1": ["int5 in groups of 32 with a minimum"]})
         screen = Screen()
         screen.lines = []
@@ -455,13 +456,14 @@ def test_a_small_vocabulary_is_enough_for_an_engine(tmp_path: Path, monkeypatch:
     import anyaccel
     from anyaccel.inference.generic.loading import native_skeleton
     from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.options import ModelOptions
 
     monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", "0")
     for name in MODELS:
         path = tmp_path / f"{name}.gguf"
         model = hugging_face_model(name)
         write_gguf(path, name, model)
-        native = load_native(path, dtype="fp32")
+        native = load_native(path, ModelOptions("fp32"))
         assert native_skeleton(path, native, torch.float32).config.vocab_size == COMMON["vocab_size"]
         if name == "phi3":
             ids = torch.tensor([[5, 17, 90, 3, 64, 28, 11]])

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.inference.checkpoints.identity import identity, weights_of
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.in_memory import checkpoint_in_memory
 from anyaccel.inference.native.packing import Plan
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def packed(folder: Path, dtype: str | None = "fp32", rank: int = 0, size: int = 1) -> RecordedModel:
-    plan = Plan(checkpoint_of(folder), Precision(dtype), rank, size)
+    plan = Plan(read_checkpoint(folder), Precision(dtype), rank, size)
     model = RecordedModel(plan.shapes())
     plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
     model.check_full()
@@ -105,7 +105,7 @@ def test_ranks_together_have_the_whole(folder: Path, size: int) -> None:
     # A sum over ranks adds a bias once.
     assert all((each.vectors["layers.0.o.bias"] == 0).all() for each in ranks[1:])
     np.testing.assert_array_equal(ranks[0].vectors["layers.0.o.bias"], whole.vectors["layers.0.o.bias"])
-    spec = Plan(checkpoint_of(folder), Precision("fp32"), 0, 1).whole
+    spec = Plan(read_checkpoint(folder), Precision("fp32"), 0, 1).whole
     rows = [sum(map(len, slices(spec, rank, size)["layers.0.qkv"].rows)) for rank in range(size)]
     heads = [
         (s.layers[0].attention.heads, s.layers[0].attention.kv_heads)
@@ -123,7 +123,7 @@ def test_ranks_together_have_the_whole(folder: Path, size: int) -> None:
 
 def test_too_many_ranks(folder: Path) -> None:
     with pytest.raises(UsageError, match="tp_size=7"):
-        Plan(checkpoint_of(folder), Precision("fp32"), 0, 7)
+        Plan(read_checkpoint(folder), Precision("fp32"), 0, 7)
 
 
 def test_sharded_files(folder: Path) -> None:
@@ -140,12 +140,12 @@ def test_sharded_files(folder: Path) -> None:
     weight_map["absent"] = file
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"has no tensor 'absent', which model\.safetensors\.index\.json says"):
-        checkpoint_of(folder)
+        read_checkpoint(folder)
     for name in ("../elsewhere.safetensors", "w/../../elsewhere.safetensors", "/elsewhere.safetensors", "..", ""):
         weight_map["absent"] = name
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ModelError, match="outside the folder"):
-            checkpoint_of(folder)
+            read_checkpoint(folder)
 
 
 def test_files_in_a_folder_of_the_folder(folder: Path) -> None:
@@ -180,13 +180,13 @@ def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.Log
     (folder / "config.json").write_text(json.dumps(config))
     from anyaccel.inference.native.runtime import load_native
 
-    load_native(folder, use_cache=False)
+    load_native(folder)
     last = CONFIG["num_hidden_layers"] - 1
     assert any(f"for example model.layers.{last}." in message for message in caplog.messages)
     assert any("LlamaModel; it runs as a causal LM" in message for message in caplog.messages)
     caplog.clear()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    load_native(folder, use_cache=False)
+    load_native(folder)
     assert caplog.messages == []
 
 
@@ -237,24 +237,24 @@ def test_bin_files_are_read(folder: Path, kind: str) -> None:
     for bad in (good[:100], good[: len(good) // 2]):
         file.write_bytes(bad)
         with pytest.raises(ModelError, match=file.name):
-            checkpoint_of(folder)
+            read_checkpoint(folder)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ModelError, match="no weights found"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin: cannot be read"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="empty"):
-        checkpoint_of(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_truncated_and_damaged_files(folder: Path) -> None:
@@ -354,13 +354,16 @@ def test_a_module_in_memory_is_packed_and_released() -> None:
 
 
 CHECK = """
+import os
 import sys
 from pathlib import Path
 from anyaccel.host_memory import high_water_mark as peak
 from anyaccel.inference.native.runtime import load_native
+from anyaccel.inference.options import ModelOptions
 
+os.environ["ANYACCEL_PACKED_CACHE_BYTES"] = "0"
 before = peak()
-native = load_native(sys.argv[1], dtype=sys.argv[2], use_cache=False)
+native = load_native(sys.argv[1], ModelOptions(sys.argv[2]))
 assert native.model.weight_bytes > 50 << 20
 print((peak() - before) / native.model.weight_bytes)
 assert not {"torch", "transformers"} & sys.modules.keys()

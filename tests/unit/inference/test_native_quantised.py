@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from quantised_cases import CASES, FEATURES, GPTQ, HIDDEN, LINEARS, Arrays, gptq, make, random_values, write
@@ -18,7 +18,7 @@ from recorded_model import RecordedModel
 
 
 def packed(folder: Path, dtype: str | None = None, rank: int = 0, size: int = 1) -> tuple[Plan, RecordedModel]:
-    plan = Plan(checkpoint_of(folder), Precision(dtype), rank, size)
+    plan = Plan(read_checkpoint(folder), Precision(dtype), rank, size)
     model = RecordedModel(plan.shapes())
     plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
     model.check_full()
@@ -90,7 +90,7 @@ def test_another_precision_is_converted(checkpoint: tuple[Path, Arrays]) -> None
 def test_what_does_not_map_is_named(change: dict[str, Any], text: str, tmp_path: Path) -> None:
     write(tmp_path, {**GPTQ, **change}, {})
     with pytest.raises(ModelError, match=text):
-        Plan(checkpoint_of(tmp_path), Precision(None), 0, 1)
+        Plan(read_checkpoint(tmp_path), Precision(None), 0, 1)
 
 
 @pytest.mark.parametrize("zero", [8, None])
@@ -129,4 +129,4 @@ def test_parts_that_do_not_fit_are_named(name: str, value: Any, text: str, tmp_p
     parts[name] = value
     write(tmp_path, GPTQ, {"self_attn.q_proj": parts})
     with pytest.raises(ModelError, match=text):
-        checkpoint_of(tmp_path).source.tensor("model.layers.0.self_attn.q_proj.weight")
+        read_checkpoint(tmp_path).source.tensor("model.layers.0.self_attn.q_proj.weight")

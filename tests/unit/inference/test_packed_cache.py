@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints import cache_lock
 from anyaccel.inference.native import packed_cache, runtime
-from anyaccel.inference.native.runtime import NativeModel, load_native
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, RankPlace, load_native
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.spec.mapping import Unsupported
 
 CONFIG = {
@@ -77,10 +77,11 @@ def entries(model: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4", None])
-def test_a_model_is_packed_once(model: Path, dtype: str | None) -> None:
-    first = load_native(model, dtype=dtype)
-    second = load_native(model, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4", "auto"])
+def test_a_model_is_packed_once(model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ModelOptions(dtype)
+    first = load_native(model, options)
+    second = load_native(model, options)
     assert (first.cached, second.cached) == (False, True)
     np.testing.assert_array_equal(logits(first), logits(second))
     assert (second.spec, second.whole_spec) == (first.spec, first.whole_spec)
@@ -89,16 +90,17 @@ def test_a_model_is_packed_once(model: Path, dtype: str | None) -> None:
     [entry] = entries(model)
     assert entry.stat().st_mode & 0o777 == 0o700
     assert entry.parent.stat().st_mode & 0o777 == 0o700
-    np.testing.assert_array_equal(logits(load_native(model, dtype=dtype, use_cache=False)), logits(second))
+    monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", "0")
+    np.testing.assert_array_equal(logits(load_native(model, options)), logits(second))
 
 
 def test_each_precision_and_rank_has_its_own(model: Path) -> None:
-    for dtype, group, rank, size in (("bf16", 32, 0, 1), ("int4", 32, 0, 1), ("int4", 64, 0, 1), ("bf16", 32, 1, 2)):
-        native = load_native(model, dtype=dtype, group=group, rank=rank, size=size)
+    for dtype, group, rank, tp in (("bf16", 32, 0, 1), ("int4", 32, 0, 1), ("int4", 64, 0, 1), ("bf16", 32, 1, 2)):
+        native = load_native(model, ModelOptions(dtype, group, tp=tp), RankPlace(rank))
         assert not native.cached
         assert native.spec.rank == rank
     assert len(entries(model)) == 4
-    assert load_native(model, dtype="bf16", rank=1, size=2).spec.vocab_first == 32
+    assert load_native(model, ModelOptions(tp=2), RankPlace(1)).spec.vocab_first == 32
 
 
 def damage(path: Path, how: str) -> None:
@@ -144,26 +146,26 @@ def test_a_changed_model_is_packed_again_and_the_old_entry_goes(model: Path) -> 
     load_native(other)
     assert len(entries(model)) == 2
     shutil.rmtree(model)
-    load_native(other, dtype="int8")  # prunes what has no source any more
+    load_native(other, ModelOptions("int8"))  # prunes what has no source any more
     assert {entry.name.split("-")[0] for entry in entries(model)} == {"other"}
 
 
 def test_the_least_recently_used_go_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = load_native(model, dtype="bf16").model.weight_bytes
+    size = load_native(model, ModelOptions("bf16")).model.weight_bytes
     [bf16] = entries(model)
-    load_native(model, dtype="int8")
+    load_native(model, ModelOptions("int8"))
     [int8] = set(entries(model)) - {bf16}
     os.utime(int8 / "model.json", ns=(1, 1))
     monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", str(2 * size + 1000))
-    load_native(model, dtype="fp16")
+    load_native(model, ModelOptions("fp16"))
     assert bf16 in entries(model)
     assert int8 not in entries(model)
     assert len(entries(model)) == 2
     monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", str(size // 2))
-    assert not load_native(model, dtype="fp32").cached  # larger than the bound: not kept
+    assert not load_native(model, ModelOptions("fp32")).cached  # larger than the bound: not kept
     assert len(entries(model)) == 2
     monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", "0")
-    assert not load_native(model, dtype="bf16").cached
+    assert not load_native(model, ModelOptions("bf16")).cached
 
 
 def test_without_a_place_the_model_still_loads(
@@ -175,10 +177,10 @@ def test_without_a_place_the_model_still_loads(
     assert "packed weights are not kept" in caplog.text
     (model.parent / "cache").unlink()
 
-    def full(self: packed_cache.Entry, *args: object) -> None:
+    def full(self: packed_cache.PackedModel, *args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packed_cache.Entry, "save", full)
+    monkeypatch.setattr(packed_cache.PackedModel, "save", full)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert logits(load_native(model)).shape == (4, 64)
@@ -208,13 +210,7 @@ def test_processes_at_once(model: Path) -> None:
     assert len(entries(model)) == 1
 
 
-def test_wrong_arguments(model: Path) -> None:
-    with pytest.raises(UsageError, match="dtype 'int3'"):
-        load_native(model, dtype="int3")
-    with pytest.raises(UsageError, match="group=48"):
-        load_native(model, dtype="int4", group=48)
-    with pytest.raises(UsageError, match="cache_dtype"):
-        load_native(model, cache_dtype="int2")
+def test_a_model_of_another_family(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mamba"}))
     with pytest.raises(Unsupported, match="mamba"):
         load_native(model)
@@ -224,7 +220,7 @@ def test_progress_ends_at_the_size(model: Path) -> None:
     seen: list[tuple[int, int]] = []
     for cached in (False, True):
         seen.clear()
-        native = load_native(model, progress=lambda done, total: seen.append((done, total)))
+        native = load_native(model, callbacks=Callbacks(lambda done, total: seen.append((done, total))))
         assert native.cached == cached
         assert seen.index((native.model.weight_bytes, native.model.weight_bytes)) == len(seen) - 1
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -235,13 +231,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writes beside the work wait for it; so small a model is written beside it, too."""
     monkeypatch.setattr(runtime, "_LEAST_BESIDE", 0)
     opened = threading.Event()
-    save = packed_cache.Entry.save
-    monkeypatch.setattr(packed_cache.Entry, "save", lambda *given: opened.wait(60) and save(*given))
+    save = packed_cache.PackedModel.save
+    monkeypatch.setattr(packed_cache.PackedModel, "save", lambda *given: opened.wait(60) and save(*given))
     return opened
 
 
 def test_weights_are_written_beside_the_work(model: Path, gate: threading.Event) -> None:
-    first = load_native(model, beside=True)
+    first = load_native(model)
     assert first.saving is not None
     first.saving.begin()
     expected = logits(first)  # while it is written
@@ -249,24 +245,21 @@ def test_weights_are_written_beside_the_work(model: Path, gate: threading.Event)
     gate.set()
     first.saving.finish()
     assert len(entries(model)) == 1
-    second = load_native(model, beside=True)
+    second = load_native(model)
     assert (second.cached, second.saving) == (True, None)
     np.testing.assert_array_equal(logits(second), expected)
 
 
 def test_another_process_waits_for_what_is_written_beside_the_work(model: Path, gate: threading.Event) -> None:
-    first = load_native(model, beside=True)
+    first = load_native(model)
     assert first.saving is not None
 
-    def check() -> None:
-        gate.set()
-
-    assert load_native(model, check=check).cached
+    assert load_native(model, callbacks=Callbacks(check=gate.set)).cached
     first.saving.finish()
 
 
 def test_a_write_beside_the_work_can_be_given_up(model: Path, gate: threading.Event) -> None:
-    native = load_native(model, beside=True)
+    native = load_native(model)
     assert native.saving is not None
     gate.set()
     native.saving.finish(stop=True)
@@ -278,7 +271,7 @@ def test_a_write_beside_the_work_can_be_given_up(model: Path, gate: threading.Ev
 def test_an_interrupted_wait_gives_the_write_up(
     model: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = load_native(model, beside=True).saving
+    saving = load_native(model).saving
     assert saving is not None
     wait = saving._ended.wait
 
@@ -294,14 +287,14 @@ def test_an_interrupted_wait_gives_the_write_up(
 
 
 def test_few_weights_are_written_at_once(model: Path) -> None:
-    assert load_native(model, beside=True).saving is None
+    assert load_native(model).saving is None
     assert len(entries(model)) == 1
 
 
 def test_the_end_of_a_process_waits_for_what_is_written(model: Path) -> None:
     script = (
         "import sys; from anyaccel.inference.native import runtime; runtime._LEAST_BESIDE = 0;"
-        "assert runtime.load_native(sys.argv[1], beside=True).saving"
+        "assert runtime.load_native(sys.argv[1]).saving"
     )
     subprocess.run([sys.executable, "-c", script, str(model)], check=True, timeout=100)
     assert load_native(model).cached

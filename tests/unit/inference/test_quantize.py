@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from anyaccel.cli import main
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.new_folder import new_file
-from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.quantize import quantize
@@ -76,7 +76,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def packed(folder: Path, dtype: str | None) -> tuple[Plan, RecordedModel]:
-    plan = Plan(checkpoint_of(folder), Precision(dtype), 0, 1)
+    plan = Plan(read_checkpoint(folder), Precision(dtype), 0, 1)
     model = RecordedModel(plan.shapes())
     plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
     model.check_full()

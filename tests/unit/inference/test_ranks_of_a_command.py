@@ -11,19 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anyaccel.errors import CommTimeoutError, UsageError
-from anyaccel.inference.generate import Generation, Sampling
+from anyaccel.inference.generate import Generation, SamplingOptions
 from anyaccel.inference.native.loading_watch import LoadingWatch
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.ranks import command
 from anyaccel.inference.ranks import rank as rank_process
-from anyaccel.inference.ranks.gathered import RankError, Ranks
-from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import Patience
-from anyaccel.inference.ranks.wire import Channel
+from anyaccel.inference.ranks.channel import Channel
+from anyaccel.inference.ranks.control import RankError, Ranks, StepDeadline
 from anyaccel.topology import read_machine
 from waiting import wait_for
 
@@ -156,7 +156,7 @@ class Stopped:
     def code(self) -> None:
         return None
 
-    def end(self, _patience: float) -> None:
+    def end(self, _timeout: float) -> None:
         for end in (*self.channels, *self.peers):
             end.close()
 
@@ -169,10 +169,10 @@ def test_ranks_that_are_stopped_are_not_waited_for(said: list[str], monkeypatch:
         backend.vocabulary, backend.context, backend.ends, backend.tokenizer = 10, 0, [], None
         for line in said:
             processes.peers[0].sendall(line.encode() + b"\n")
-        monkeypatch.setattr(Patience, "seconds", lambda _self, _tokens: 0.01)
+        monkeypatch.setattr(StepDeadline, "seconds", lambda _self, _tokens: 0.01)
         result = Generation()
         with pytest.raises(RankError, match="a rank hangs: no step has ended within 0 s; is it stopped"):
-            list(backend.tokens([1, 2], 8, Sampling(), result))
+            list(backend.tokens([1, 2], 8, SamplingOptions(), result))
         assert result.tokens == [3] * len(said)
     finally:
         backend.close()
@@ -181,7 +181,7 @@ def test_ranks_that_are_stopped_are_not_waited_for(said: list[str], monkeypatch:
 def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> None:
     count = len(read_machine().allowed_cpus)
     with pytest.raises(UsageError, match=f"may use {count} CPUs only, and each rank needs one; --tp {count} is"):
-        command.start(ModelOptions("m", tp=count + 1), None)  # type: ignore[arg-type]
+        command.start(Path("m"), ModelOptions(tp=count + 1), None)  # type: ignore[arg-type]
 
 
 _LOADS = """
@@ -220,12 +220,12 @@ def test_a_rank_that_loads_slowly_is_told_from_one_that_hangs(how: str, monkeypa
             if how == "works":
                 wait_for(lambda: channel.pump() and channel.worked, "a beat that tells of work")
             elif how == "waits":
-                ranks.patience = 60
+                ranks.timeout = 60
                 monkeypatch.setattr("anyaccel.inference.native.loading_watch._IDLE_TIMES", 0.005)
                 with pytest.raises(RankError, match=r"one has neither read nor computed anything for 0.3 s while"):
                     ranks.loaded(None)  # type: ignore[arg-type]
             else:
-                ranks.patience = 0.2
+                ranks.timeout = 0.2
                 child.send_signal(signal.SIGSTOP)
                 with pytest.raises(RankError, match=r"one has not been heard of for 0.2 s while the model is loaded"):
                     ranks.loaded(None)  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.ranks import command, on_hosts
-from anyaccel.inference.ranks.gathered import RankError, Ranks
-from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.control import RankError, Ranks
 from anyaccel.launch.cluster import cluster as launching
 from anyaccel.launch.cluster.cluster import ClusterOptions
 
@@ -26,7 +26,7 @@ def cluster(tmp_path: Path) -> ClusterOptions:
 
 def test_ranks_and_slots_have_to_be_as_many(cluster: ClusterOptions) -> None:
     with pytest.raises(UsageError, match=r"--tp 2 are 2 ranks, and the hosts of .* have 3 slots \(here 1, there 2\)"):
-        command.start(ModelOptions("m", tp=2), None, cluster=cluster)  # type: ignore[arg-type]
+        command.start(Path("m"), ModelOptions(tp=2), None, cluster=cluster)  # type: ignore[arg-type]
     hosts = on_hosts.find_ranks(cluster, 3, "--tp 3")
     assert on_hosts.describe(hosts, None) == "hosts: here (rank 0), there (ranks 1-2), by ssh"
 
@@ -101,7 +101,7 @@ def test_the_end_of_the_launcher_is_noticed_where_no_connection_ends(monkeypatch
     """As of hosts that have lost their power."""
     from socket import socketpair
 
-    from anyaccel.inference.ranks.wire import Channel
+    from anyaccel.inference.ranks.channel import Channel
 
     near, far = socketpair()
 
@@ -117,7 +117,7 @@ def test_the_end_of_the_launcher_is_noticed_where_no_connection_ends(monkeypatch
             return 9
 
     ended = Ended()
-    monkeypatch.setattr("anyaccel.inference.ranks.gathered._SLICE", 0.01)
+    monkeypatch.setattr("anyaccel.inference.ranks.control._SLICE", 0.01)
     start = time.monotonic()
     with pytest.raises(RankError, match="the ranks have ended with code 9"):
         Ranks(ended).next(3600)  # type: ignore[arg-type]

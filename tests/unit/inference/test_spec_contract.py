@@ -16,6 +16,7 @@ import pytest
 from anyaccel.inference.checkpoints.gguf_types import HELD
 from anyaccel.inference.checkpoints.sources import BLOCKS
 from anyaccel.inference.native import formats
+from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.inference.spec import decoder
 from anyaccel.inference.spec.packed_formats import FORMATS
 from anyaccel.inference.spec.stored import spec_from_dict
@@ -120,7 +121,7 @@ def test_python_and_cpp_have_the_same_formats() -> None:
         assert (mine.bits, list(mine.groups), mine.minima) == (int(bits), groups[name], minima or "may")
         values = re.search(rf"{codes}\[16\] = \{{(.*?)\}};", table, re.DOTALL) if codes else None
         assert mine.codes == (tuple(map(int, values[1].split(","))) if values else None)
-    assert list(formats.GROUPS) == groups["i4"]
+    assert list(GROUP_SIZES) == groups["i4"]
     held = [*formats._STORED.values(), *formats._FLOATS.values(), *(each.format for each in HELD.values())]
     assert all(group in groups[name] and (group or not minimum) for name, group, minimum in held)
     assert all(FORMATS[name].minima in ("may", "always" if minimum else "never") for name, _, minimum in held)

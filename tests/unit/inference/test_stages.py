@@ -10,8 +10,7 @@ import pytest
 
 import native_models
 from anyaccel.errors import UsageError
-from anyaccel.inference.config import InferenceConfig
-from anyaccel.inference.native.stages import bytes_by_layer, split_layers, stage_of
+from anyaccel.inference.native.shard import bytes_by_layer, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import each_weight
 
 pytest.importorskip("transformers")
@@ -60,19 +59,9 @@ def test_stages_have_all_weights_once(name: str) -> None:
     _, spec, values = native_models.whole(name)
     layers, first, last = bytes_by_layer(spec, [(each, value.numel()) for each, value in values.items()])
     parts = split_layers(layers, first, last, 2)
-    found = [{each.name for each in each_weight(stage_of(spec, parts, stage))} for stage in range(2)]
+    found = [{each.name for each in each_weight(stage_spec(spec, parts, stage))} for stage in range(2)]
     assert found[0] | found[1] == {each.name for each in each_weight(spec)}
     assert found[0] & found[1] == ({"embed"} if spec.tied else set())
     assert sum(layers) + first + last == sum(value.numel() for value in values.values()) + (
         values["embed"].numel() if spec.tied else 0
     )
-
-
-def test_what_init_inference_takes() -> None:
-    assert InferenceConfig.from_options({"pipeline_parallel": {"size": 3}}).pipeline_parallel.size == 3
-    assert InferenceConfig.from_options({}).pipeline_parallel.size == 1
-    for wrong in ({"size": 0}, {"size": "2"}, {"stages": 2}, 2):
-        with pytest.raises(UsageError, match="pipeline_parallel"):
-            InferenceConfig.from_options({"pipeline_parallel": wrong})
-    with pytest.raises(UsageError, match="pipeline_parallel size=2 needs the native runtime"):
-        InferenceConfig.from_options({"pipeline_parallel": {"size": 2}, "runtime": "torch"})

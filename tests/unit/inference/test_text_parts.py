@@ -18,9 +18,9 @@ import family_cases
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only
 from anyaccel.inference.families.text_part import READS, text_part
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.quantize import quantize
-from anyaccel.inference.ranks.loading import open_backend
-from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.backends import open_backend
 
 TEXT = {
     "hidden_size": 64,
@@ -236,7 +236,7 @@ def test_commands_say_what_an_encoder_decoder_is(tmp_path: Path) -> None:
         progress = staticmethod(lambda done, total: None)
 
     with pytest.raises(ModelError, match=said):
-        open_backend(ModelOptions(str(tmp_path)), Lines())
+        open_backend(tmp_path, ModelOptions(), Lines())
     assert not lines
 
 

@@ -92,7 +92,7 @@ def test_a_head_of_its_own_is_used(
 def test_an_embedding_stored_twice_stays_tied(tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str) -> None:
     folder = make(tmp_path / "model", form=form, head="twice")
     with caplog.at_level(logging.WARNING, "anyaccel"):
-        assert load_native(folder, use_cache=False).whole_spec.tied
+        assert load_native(folder).whole_spec.tied
         engine = anyaccel.init_inference(folder, dtype="fp32", runtime="plain")
     assert engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
     assert not caplog.records
@@ -104,7 +104,7 @@ def test_a_quantised_copy_says_what_its_weights_are(tmp_path: Path) -> None:
         quantize(folder, tmp_path / f"{head}-int8", dtype="int8")
         copied = json.loads((tmp_path / f"{head}-int8" / "config.json").read_text())
         assert copied["tie_word_embeddings"] is (head == "twice")
-        assert load_native(tmp_path / f"{head}-int8", use_cache=False).whole_spec.tied is (head == "twice")
+        assert load_native(tmp_path / f"{head}-int8").whole_spec.tied is (head == "twice")
     assert "lm_head.weight" in load_file(tmp_path / "own-int8" / "model.safetensors")
 
 

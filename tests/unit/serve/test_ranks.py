@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.ranks import patience as patience_module
-from anyaccel.inference.ranks.gathered import RankError
-from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import Patience
-from anyaccel.inference.ranks.wire import Channel
+from anyaccel.inference.options import ModelOptions
+from anyaccel.inference.ranks import control
+from anyaccel.inference.ranks.channel import Channel
+from anyaccel.inference.ranks.control import RankError, StepDeadline
 from anyaccel.serve.engine import ranks
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.engine.step import StepInput, StepOutput
@@ -47,7 +47,7 @@ class Sockets:
     def code(self) -> None:
         return None
 
-    def end(self, _patience: float) -> None:
+    def end(self, _timeout: float) -> None:
         self.ended = True
         for channel in self.channels:
             channel.close()
@@ -65,14 +65,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Sockets]:
 
 
 def test_ranks_that_take_no_step_are_given_up(made: list[Sockets], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
+    decoder = ranks.RanksDecoder(Path("model"), ModelOptions(tp=2), None, EngineSettings())  # type: ignore[arg-type]
     try:
         for token in (7, 8):
             made[0].say(0, {"kind": "output", "output": StepOutput(tokens=[token]).to_message()})
             assert decoder.apply(STEP).tokens == [token]
         assert not decoder.late()
-        monkeypatch.setattr(Patience, "seconds", lambda _self, _tokens: 0.01)
-        monkeypatch.setattr(patience_module, "_LATE_LEAST_S", -1e9)
+        monkeypatch.setattr(StepDeadline, "seconds", lambda _self, _tokens: 0.01)
+        monkeypatch.setattr(control, "_LATE_LEAST_S", -1e9)
         with pytest.raises(RankError, match="a rank hangs: no step has ended within 0 s"):
             decoder.apply(STEP)
         assert decoder.late()  # until there is another decoder
@@ -84,33 +84,33 @@ def test_ranks_that_take_no_step_are_given_up(made: list[Sockets], monkeypatch: 
 def test_a_cache_without_room_for_a_page_is_refused(made: list[Sockets], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(READY, "cache_pages", 0)
     with pytest.raises(UsageError, match="has no room for a single page, 64 tokens of 2048 bytes"):
-        ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
+        ranks.RanksDecoder(Path("model"), ModelOptions(tp=2), None, EngineSettings())  # type: ignore[arg-type]
     assert made[0].ended
 
 
 def test_a_step_is_late_long_before_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(patience_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    patience = Patience()
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline = StepDeadline()
     for tokens, took, late in ((64, 2, 5 + 4 * 16), (64, 1, 5 + 4 * 2), (128, 4, 5 + 4 * 4), (1, 1, 5 + 4 * 4)):
         before = now[0]
-        with patience.step(tokens) as hangs:
+        with deadline.step(tokens) as hangs:
             now[0] = before + late - 0.5
-            assert not patience.late()
+            assert not deadline.late()
             now[0] = before + late + 0.5
-            assert patience.late() and late < hangs
+            assert deadline.late() and late < hangs
             now[0] = before + took
-        assert not patience.late()
+        assert not deadline.late()
 
 
-def test_patience_grows_with_what_steps_take() -> None:
-    patience = Patience()
-    assert patience.seconds(1024) > 3600  # before anything is known: a model may be large, and a machine slow
-    patience.took(512, 0.5)
-    assert 60 < patience.seconds(1) < 120
-    assert patience.seconds(1024) - 60 == 2 * (patience.seconds(512) - 60)
-    patience.took(1, 30.0)  # its memory was elsewhere
-    assert patience.seconds(1) >= 600
-    before = patience.seconds(64)
-    patience.took(1, 0.01)
-    assert patience.seconds(64) == before
+def test_deadlines_grow_with_what_steps_take() -> None:
+    deadline = StepDeadline()
+    assert deadline.seconds(1024) > 3600  # before anything is known: a model may be large, and a machine slow
+    deadline.took(512, 0.5)
+    assert 60 < deadline.seconds(1) < 120
+    assert deadline.seconds(1024) - 60 == 2 * (deadline.seconds(512) - 60)
+    deadline.took(1, 30.0)  # its memory was elsewhere
+    assert deadline.seconds(1) >= 600
+    before = deadline.seconds(64)
+    deadline.took(1, 0.01)
+    assert deadline.seconds(64) == before

@@ -30,7 +30,7 @@ def test_options_are_what_the_command_line_of_ray_gives(tmp_path: Path, monkeypa
     assert (options.names, options.admitted) == (["small"], 40)
     engine = options.engine_settings()
     assert (engine.max_waiting, engine.prefix_cache, engine.replicas) == (40, False, 1)
-    assert (options.model_options().model, options.model_options().group_size) == (str(file), 64)
+    assert (options.path(), options.model_options().group_size) == (file, 64)
     assert options.aliases == []
     assert (ServeOptions(model=str(file)).names, ServeOptions(model=str(file)).aliases) == (["small"], [str(file)])
     assert pickle.loads(pickle.dumps(options)) == options

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from anyaccel import topology
-from anyaccel.inference.ranks.gathered import plan_ranks
-from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.options import ModelOptions
+from anyaccel.inference.ranks.control import plan_ranks
 from anyaccel.serve.engine import engine
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.topology import Machine, read_machine
@@ -78,12 +78,13 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
             load(None)
             self.facts = engine.ModelFacts(1, 1, frozenset(), 1, "fp32", ("plan: one process",))
 
-    def load(_options: object, _screen: object, settings: EngineSettings, _t: object, _c: object, replica: int) -> None:
+    def load(*arguments: Any) -> None:
+        settings, replica = arguments[3], arguments[-1]
         asked.append((replica, settings.replicas))
 
     monkeypatch.setattr(engine, "ServingEngine", Engine)
     monkeypatch.setattr(engine, "open_decoder", load)
-    engine.open_engine(ModelOptions("model"), None, EngineSettings(replicas=0))  # type: ignore[arg-type]
+    engine.open_engine(Path("model"), ModelOptions(), None, EngineSettings(replicas=0))  # type: ignore[arg-type]
     count = len(machine.nodes_with_cores())
     assert asked == [(replica, count) for replica in range(count)]
     nodes = [each if isinstance(each, tuple) else (each,) for _, _, each in expected]

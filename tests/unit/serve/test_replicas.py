@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.engine.pages import PAGE
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.replicas import Replicas, Routes
 from anyaccel.serve.interface import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 

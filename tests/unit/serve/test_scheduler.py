@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyaccel.serve.engine.pages import PAGE
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.rates import Rates
 from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from anyaccel.serve.engine.step import StepPlan

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.spec.decoder import PAGE as PAGE
 
-PAGE = 64
 WASTE_ROW = PAGE - 1
 _MEBIBYTE = 1 << 20
 

@@ -23,7 +23,6 @@ from torch import nn
 
 from anyaccel import _llm, comm
 from anyaccel.inference.checkpoints.dequantised import HeldRows
-from anyaccel.inference.config import QUANTISED
 from anyaccel.inference.generic.tp.layers import RowParallelLinear
 from anyaccel.inference.modules.layers import (
     TYPES,
@@ -33,6 +32,7 @@ from anyaccel.inference.modules.layers import (
     PackedParallelExperts,
     PackedRMSNorm,
 )
+from anyaccel.inference.options import QUANTISED
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         self._unread_BT: torch.Tensor | None = None
 
     @classmethod
-    def of_tokens(cls, model: _llm.Model, limit: int, ids_BT: torch.Tensor, kept_BT: torch.Tensor) -> NativeCache:
+    def from_tokens(cls, model: _llm.Model, limit: int, ids_BT: torch.Tensor, kept_BT: torch.Tensor) -> NativeCache:
         """A cache of these tokens, which are computed when it is first used, as most returned caches never are.
 
         Args:
@@ -67,7 +67,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         return made
 
     def fill(self) -> None:
-        """Compute the tokens given to `of_tokens`, if that was not done yet; a collective call."""
+        """Compute the tokens given to `from_tokens`, if that was not done yet; a collective call."""
         if self._unread_BT is None:
             return
         ids_BT, self._unread_BT = self._unread_BT, None
@@ -101,7 +101,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
             return cache
         if not isinstance(cache, Cache):
             raise UsageError(f"past_key_values must be a transformers Cache, not {type(cache).__name__}")
-        if _tokens_in(cache):
+        if _has_tokens(cache):
             raise UsageError(
                 f"past_key_values is a {type(cache).__name__} with tokens of another model: start with an empty one"
             )
@@ -234,7 +234,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         raise UsageError("a NativeCache cannot be pickled: its tokens are in the native model's memory")
 
 
-def _tokens_in(cache: Any) -> bool:
+def _has_tokens(cache: Any) -> bool:
     try:
         return bool(cache.get_seq_length() > 0)
     except ValueError:  # transformers raises it for a cache of recurrent layers only, which have no length

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,95 +16,97 @@ from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.comm.heartbeat import heartbeat_of
 from anyaccel.errors import UsageError
-from anyaccel.inference.native import joining
 from anyaccel.inference.native.loading_watch import LoadingRanks
+from anyaccel.inference.native.rendezvous import connect_ranks
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, RankPlace
+from anyaccel.inference.options import ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from anyaccel.inference.native.runtime import NativeModel, Progress
-
-# Tensor-parallel groups of this rank by tp_size, for each default group; engines share them.
+# Groups of this rank by their size, for each default group; engines share them.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def tp_group(tp_size: int, asked: str = "") -> tuple[dist.ProcessGroup | None, int]:
-    """The group of consecutive ranks to which this rank belongs, and its rank in it.
-
-    Args:
-        asked: the options that ask for this number of ranks, for errors.
+def model_group(options: ModelOptions) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of consecutive ranks that share the model, this one among them, and its rank in it.
 
     Raises:
-        UsageError: tp_size does not divide the ranks of the job.
+        UsageError: they do not divide the ranks of the job.
     """
+    count = options.ranks
     accelerator = get_accelerator()
     accelerator.set_device(comm.get_local_rank())
-    if tp_size == 1:
+    if count == 1:
         return None, 0
     comm.init_distributed()
     world = comm.get_world_size()
-    if world % tp_size:
+    if world % count:
+        asked = f"tensor_parallel tp_size={options.tp}"
+        if options.pp > 1:
+            asked += f" with pipeline_parallel size={options.pp}"
         raise UsageError(
-            f"{asked or f'tensor_parallel tp_size={tp_size}'} does not divide the {world} ranks of this job; start it "
-            f"with `anyaccel run --num_accelerators {tp_size} ...`"
+            f"{asked} does not divide the {world} ranks of this job; start it with `anyaccel run --num_accelerators "
+            f"{count} ...`"
         )
     everyone = dist.group.WORLD
-    if world == tp_size or everyone is None:
+    if world == count or everyone is None:
         return everyone, comm.get_rank()
     groups = _groups.setdefault(everyone, {})
-    if tp_size not in groups:
-        for first in range(0, world, tp_size):  # new_group is collective over all ranks
-            made = comm.new_group(list(range(first, first + tp_size)))
-            if first <= comm.get_rank() < first + tp_size:
-                groups[tp_size] = made
-    return groups[tp_size], comm.get_rank() % tp_size
+    if count not in groups:
+        for first in range(0, world, count):  # new_group is collective over all ranks
+            made = comm.new_group(list(range(first, first + count)))
+            if first <= comm.get_rank() < first + count:
+                groups[count] = made
+    return groups[count], comm.get_rank() % count
 
 
-def hosts_of(group: dist.ProcessGroup | None) -> list[str]:
+def gather_hosts(group: dist.ProcessGroup) -> list[str]:
     """The host of each rank, which is equal for ranks that can share memory; a collective call."""
-    return [] if group is None else [str(host) for host in shm.exchange_objects(group, shm.host_identity())]
+    return [str(host) for host in shm.exchange_objects(group, shm.host_identity())]
 
 
-def together(
-    group: dist.ProcessGroup | None,
-    work: Callable[[Progress | None], NativeModel],
-    hosts: Sequence[str] = (),
-    source: Path | None = None,
-    wire_dtype: str = "auto",
-    progress: Progress | None = None,
+def group_place(options: ModelOptions, on_cpu: bool) -> RankPlace:
+    """This rank's place among those of the job that share the model; a collective call.
+
+    Raises:
+        UsageError: see `model_group`.
+    """
+    group, rank = model_group(options)
+    if group is None:
+        return RankPlace(on_host=1, on_cpu=on_cpu)
+    hosts = gather_hosts(group)
+    return RankPlace(rank, hosts.count(hosts[rank]), on_cpu, group, partial(_connect, group, hosts))
+
+
+def _connect(
+    group: dist.ProcessGroup,
+    hosts: Sequence[str],
+    load: Callable[[Callbacks], NativeModel],
+    callbacks: Callbacks,
+    source: Path | None,
+    wire_dtype: str,
 ) -> NativeModel:
-    """Load this rank's part of a model and connect the ranks; if one fails, all raise an error.
+    """See `Connect`.
 
     On several hosts the ranks watch each other: a load may take as long as it needs, and a rank that ends, is stopped
     or hangs meanwhile is named.
-
-    Args:
-        work: loads this rank's part, and calls what it is given with (bytes done, bytes in all).
-        hosts: the result of `hosts_of`; () if all ranks are on one host.
-        source: the model's folder or file; None for one in memory.
-        wire_dtype: see TensorParallelConfig.
-        progress: called by `work`.
-
-    Raises:
-        AnyAccelError: this rank's own error.
-        OtherRankError: that of another rank.
-        CommTimeoutError, PeerLostError: a rank is lost.
     """
-    if group is None:
-        return work(progress)
-    watch = heartbeat_of(group, hosts)
-    ranks = None if watch is None else LoadingRanks(watch, group.rank(), env.ANYACCEL_COMM_TIMEOUT.get())
+    heartbeat = heartbeat_of(group, hosts)
+    ranks = None
+    if heartbeat is not None:
+        ranks = LoadingRanks(heartbeat, group.rank(), env.ANYACCEL_COMM_TIMEOUT.get())
+        callbacks = replace(callbacks, check=ranks.check)
 
     def exchange(value: object) -> list[object]:
         if ranks is not None:
             ranks.meet()
         return shm.exchange_objects(group, value)
 
-    told = progress if ranks is None else ranks.progress(progress)
-    return joining.together(exchange, lambda: work(told), hosts=hosts, source=source, wire_dtype=wire_dtype)
+    return connect_ranks(exchange, lambda: load(callbacks), hosts=hosts, source=source, wire_dtype=wire_dtype)
 
 
-def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def synchronise_sampling(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Make Hugging Face's own loop choose the same tokens on every rank: broadcast rank 0's random state and scores.
 
     Args:

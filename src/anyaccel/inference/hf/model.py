@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,6 +33,15 @@ _ADVICE = "load the model with runtime='torch' for it"
 _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
 # Arguments that transformers' loops need themselves (for stop_strings, say), but also pass to every forward.
 _OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A method that refuses to read or write weights."""
+
+    def refuse(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse_state_dict(what)
+
+    return refuse
 
 
 class NativeCausalLM(WithoutAdapters, PrecisionMethods):
@@ -102,7 +111,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
             self._native_snapshot.check()
         cache.begin(rows)
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
-        _check_columns(cache, kwargs.pop("cache_position", None), tokens)
+        _check_cache_positions(cache, kwargs.pop("cache_position", None), tokens)
         _check_positions(cache, position_ids, new_BT)
         check_tokens(input_ids[new_BT], native.whole_spec.vocab)
         kept = range(tokens) if isinstance(logits_to_keep, int) and not logits_to_keep else None
@@ -113,7 +122,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         if labels is not None:
             if getattr(config, "output_router_logits", False):
                 raise UsageError(f"labels: the loss of the router is not known to the native runtime; {_ADVICE}")
-            labels, kwargs = _counted(labels, kwargs, new_BT)
+            labels, kwargs = _mask_labels(labels, kwargs, new_BT)
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits, labels=labels, vocab_size=config.get_text_config().vocab_size, **kwargs
             )
@@ -163,7 +172,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         ids = input_ids.cpu()[new_BT].to(torch.int64).contiguous()
         active = [row for row, count in enumerate(counts) if count]
         try:
-            logits = _computed(
+            logits = _compute_logits(
                 native, [cache.sequences[row] for row in active], [counts[row] for row in active], ids, wanted
             )
         except BaseException:
@@ -280,24 +289,13 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
             refuse_state_dict("train()")
         return self
 
-    def _apply(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("a conversion of all weights")
-
-    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("save_pretrained()")
-
-    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("state_dict()")
-
-    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("load_state_dict()")
-
+    _apply = _refused("a conversion of all weights")
+    save_pretrained = _refused("save_pretrained()")
+    state_dict = _refused("state_dict()")
+    load_state_dict = _refused("load_state_dict()")
     # torch calls this method if load_state_dict() is called on a parent module, such as an engine.
-    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("load_state_dict()")
-
-    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        refuse_state_dict("resize_token_embeddings()")
+    _load_from_state_dict = load_state_dict
+    resize_token_embeddings = _refused("resize_token_embeddings()")
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         refuse_state_dict("pickle or deepcopy")
@@ -315,7 +313,7 @@ class _WithoutGradients(torch.autograd.Function):
         raise UsageError("backward(): packed weights have no gradients; train with runtime='plain'")
 
 
-def _counted(
+def _mask_labels(
     labels: torch.Tensor, of_loss: dict[str, Any], new_BT: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Labels and arguments of the loss without tokens that follow a hidden position, as nothing has predicted them."""
@@ -330,7 +328,7 @@ def _counted(
     return labels, of_loss
 
 
-def _computed(
+def _compute_logits(
     native: NativeModel, sequences: list[int], counts: list[int], ids: torch.Tensor, wanted: list[int]
 ) -> torch.Tensor:
     """Compute new tokens of sequences; returns logits, float32 [wanted, vocabulary], on the model's device."""
@@ -422,7 +420,7 @@ def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_
         )
 
 
-def _check_columns(cache: NativeCache, cache_position: torch.Tensor | None, tokens: int) -> None:
+def _check_cache_positions(cache: NativeCache, cache_position: torch.Tensor | None, tokens: int) -> None:
     past = cache.get_seq_length()
     if cache_position is not None and cache_position.tolist() != list(range(past, past + tokens)):
         raise UsageError(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.hf.drafting import assisted, can_assist
 from anyaccel.inference.hf.generate_checks import (
     check_arguments,
     check_context,
@@ -25,10 +24,9 @@ from anyaccel.inference.hf.generate_checks import (
     mask_bits,
     sampling_options,
 )
-from anyaccel.inference.hf.group import in_step
-from anyaccel.inference.hf.kept import configurations_kept
+from anyaccel.inference.hf.group import synchronise_sampling
 from anyaccel.inference.hf.native_loop import Job, run
-from anyaccel.inference.native.draft import MOST_DRAFTS
+from anyaccel.inference.native.draft import MOST_DRAFTS, TextBridge, attach, find_native
 from anyaccel.inference.native.runtime import check_memory
 from anyaccel.inference.text.stopping import StopStrings
 
@@ -110,7 +108,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
                 call.inputs = inputs
             else:
                 kwargs["input_ids"] = inputs
-    unsupported = _unsupported_argument(call, inputs) or _own_code(module)
+    unsupported = _unsupported_argument(call, inputs) or _find_override(module)
     config = model_kwargs = None
     if not unsupported:
         given = {name: value for name, value in kwargs.items() if name != "input_ids"}
@@ -119,7 +117,9 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
     if unsupported:
         if assistant is not None:
             kwargs |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
-        _warn_once(unsupported)
+        _warn_once(
+            unsupported, "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
+        )
         _check_cached(kwargs, inputs)
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
@@ -127,25 +127,20 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
         raise UsageError("max_time would end the ranks at different tokens: use max_new_tokens with tensor parallelism")
     job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
     job.seed = native.model.shared(_seed(config, seed, generator) % 2**64)
-    with assisted(native, assistant, tokenizer, other):
+    with use_assistant(native, assistant, tokenizer, other):
         if native.draft is not None and not job.options["draft_tokens"]:
             job.options |= {"draft_tokens": MOST_DRAFTS, "draft_model": True}
         return run(native, job)
 
 
-def _warn_once(argument: str) -> None:
-    text = "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
-    _say_once(argument, text, argument)
-
-
-def _say_once(argument: str, text: str, *told: str) -> None:
+def _warn_once(argument: str, text: str) -> None:
     if argument not in _warned_of:
         _warned_of.add(argument)
-        logger.warning(text, *told)
+        logger.warning(text, argument)
 
 
-def _own_code(module: Any) -> str:
-    """What a model runs that its class does not: a hook, or a function that somebody put on it; empty if nothing."""
+def _find_override(module: Any) -> str:
+    """What a model runs that its class does not: a hook, or a function that replaces one of its own; "" if nothing."""
     everywhere: Any = torch.nn.modules.module
     if module._forward_hooks or module._forward_pre_hooks:
         return "a forward hook"
@@ -218,11 +213,11 @@ def _through_hugging_face(
             # Their drafts support one row only, pass several tokens at once to streamers and criteria, and may change
             # the answer, as other kernels compute the logits; and the native decoder has no early exit.
             kwargs[drafts] = None
-            _say_once(drafts, "generate: Hugging Face's own loop runs without the drafts of %s here", drafts)
+            _warn_once(drafts, "generate: Hugging Face's own loop runs without the drafts of %s here")
     given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
     kwargs |= {name: value for name, value in given.items() if value is not None}
-    in_step(kwargs, module._native_group)
-    with seeded(seed, generator), configurations_kept(module, kwargs.get("assistant_model")):
+    synchronise_sampling(kwargs, module._native_group)
+    with seeded(seed, generator), preserve_configurations(module, kwargs.get("assistant_model")):
         return own(
             call.inputs,
             call.generation_config,
@@ -258,6 +253,34 @@ def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(None, seed, generator))
         yield
+
+
+@contextmanager
+def preserve_configurations(*models: Any) -> Iterator[None]:
+    """Give the configurations of these models the attributes that they have now when the block ends.
+
+    transformers' loops set values for the time of a call (a smaller number of layers for drafts, a mode of experts for
+    decoding), and some leave them as they are where an error or Ctrl-C ends the call.
+    """
+    kept = {id(each): (each, dict(vars(each))) for model in models for each in _configurations(model)}
+    try:
+        yield
+    finally:
+        for each, attributes in kept.values():
+            vars(each).clear()
+            vars(each).update(attributes)
+
+
+def _configurations(model: Any) -> Iterator[Any]:
+    """`config` with all that are inside of it, and `generation_config`."""
+    waiting = [getattr(model, name, None) for name in ("config", "generation_config")]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if hasattr(each, "to_dict") and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += vars(each).values()
 
 
 def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
@@ -369,3 +392,48 @@ def _max_new_tokens(module: Any, call: Call, config: Any, columns: int, longest:
             )
     check_context(longest, max(wanted, 1), limit)
     return wanted
+
+
+class _HuggingFaceTokenizer:
+    """Hugging Face's tokenizer as an `inference.native.draft.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return text
+
+
+def can_assist(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) -> bool:
+    """Whether an `assistant_model` of `generate` drafts natively.
+
+    Args:
+        tokenizer, other: of the model and of the assistant, where the call has them.
+    """
+    draft = find_native(assistant)
+    if draft is None or draft.model is native.model or draft.draft is not None or draft.ranks != native.ranks:
+        return False
+    if tokenizer is not None and other is not None:
+        return native.ranks == 1
+    return other is None and draft.whole_spec.vocab == native.whole_spec.vocab
+
+
+@contextmanager
+def use_assistant(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) -> Iterator[None]:
+    """Let an assistant for which `can_assist` holds draft within the block; None: keep the model's own drafts."""
+    if assistant is None:
+        yield
+        return
+    before, draft = native.draft, find_native(assistant)
+    texts = None
+    if tokenizer is not None and other is not None and tokenizer.get_vocab() != other.get_vocab():
+        texts = TextBridge(_HuggingFaceTokenizer(tokenizer), _HuggingFaceTokenizer(other))
+    attach(native, draft, texts)
+    try:
+        yield
+    finally:
+        attach(native, before)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel import _llm
-from anyaccel.errors import ModelError
+from anyaccel.inference.native.runtime import NativeModel, logits_error
 from anyaccel.inference.text.stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -47,11 +47,6 @@ class Job:
     use_cache: bool
     seed: int = 0
     started: float = field(default_factory=time.monotonic)
-
-
-def not_finite(what: object) -> ModelError:
-    """The error for logits from which no token can be sampled."""
-    return ModelError(f"the model's logits are NaN or infinite in {what}; try another dtype, such as fp32")
 
 
 class _Row:
@@ -126,7 +121,7 @@ class _Loop:
             active = [index for index, row in enumerate(self.rows) if not row.done]
             tokens = self.native.model.step([self.rows[index].request for index in active])
         if min(tokens) < 0:
-            raise not_finite(self.native.dtype)
+            raise logits_error(self.native.dtype)
         if self.job.keep_logits:
             self._keep_logits(active)
         column = torch.full((len(self.rows),), self.job.pad, dtype=self.ids.dtype)
@@ -136,7 +131,7 @@ class _Loop:
         if self.job.criteria:
             self.ids = torch.cat([self.ids, column[:, None].to(self.ids.device)], dim=1)
             scores = tuple(self.logits) if self.job.output_scores else None
-            for row, ended in zip(self.rows, _meets_criteria(self.job.criteria, self.ids, scores), strict=True):
+            for row, ended in zip(self.rows, _ended_by_criteria(self.job.criteria, self.ids, scores), strict=True):
                 if ended:
                     row.end()
         if self.job.max_time is not None and time.monotonic() - self.job.started > self.job.max_time:
@@ -160,7 +155,7 @@ class _Loop:
             row.free()
 
 
-def _meets_criteria(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
+def _ended_by_criteria(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
     """Whether one of the caller's stopping criteria ends each row; a criterion may answer for all rows at once."""
     ended = torch.zeros(ids.shape[0], dtype=torch.bool)
     for one in criteria:
@@ -200,7 +195,7 @@ def run(native: NativeModel, job: Job) -> Any:
 
         kept = torch.cat([job.mask.repeat_interleave(job.copies, dim=0), torch.ones_like(answer).cpu() != 0], dim=1)
         # Without the last token, as in the cache that transformers' loop returns.
-        cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
+        cache = NativeCache.from_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
         if native.ranks > 1:
             cache.fill()  # collective: all ranks call it here, but a single rank may use the cache later
     parts: dict[str, Any] = {

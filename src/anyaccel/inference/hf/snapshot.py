@@ -28,7 +28,7 @@ class Snapshot:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._spec = _spec_of(model.config)
+        self._spec = _describe(model.config)
         self._held = [
             (name, module, {key: _copied(value) for key, value in self._content(module).items()})
             for name, module in model.named_modules()
@@ -49,7 +49,7 @@ class Snapshot:
             now = self._content(module)
             if not _equal(now, before) and (changed := _changed(type(module), now, before)):
                 raise _change_error(f"{name}.{changed}" if name else changed)
-        if _spec_of(self._model.config) != self._spec:
+        if _describe(self._model.config) != self._spec:
             raise _change_error("config: a value that the model is computed with")
 
 
@@ -84,7 +84,7 @@ def _changed(kind: type, now: Mapping[str, Any], before: Mapping[str, Any]) -> s
     return next((name for name in now.keys() - before.keys() if hasattr(kind, name)), "")
 
 
-def _spec_of(config: Any) -> Any:
+def _describe(config: Any) -> Any:
     """The decoder that a configuration describes; the error's text for one that no model can have."""
     values = config.to_dict()
     try:
@@ -102,7 +102,7 @@ def refuse_state_dict(what: str) -> NoReturn:
     raise UsageError(f"{what}: the weights are packed for the native runtime; {ADVICE}")
 
 
-def shapes_of(model: nn.Module) -> dict[int, torch.Size]:
+def parameter_shapes(model: nn.Module) -> dict[int, torch.Size]:
     """Shapes of a model's parameters by id(), as packing frees their memory."""
     return {id(each): each.shape for each in model.parameters()}
 
@@ -111,7 +111,7 @@ def free_weights(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
     """Put tensors without values, which say so, in the place of a model's parameters and buffers.
 
     Args:
-        shapes: `shapes_of` the model before its weights were packed.
+        shapes: `parameter_shapes` the model before its weights were packed.
     """
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -120,10 +120,10 @@ def free_weights(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    told = (
+                    message = (
                         f"{name}{'.' if name else ''}{short}: its values are packed for the native runtime, and can be "
                         f"neither read nor changed; {ADVICE}"
                     )
                     shape = tuple(shapes.get(id(tensor), tensor.shape))
-                    made[id(tensor)] = stand_in(shape, tensor.dtype, "meta", told)
+                    made[id(tensor)] = stand_in(shape, tensor.dtype, "meta", message)
                 registry[short] = made[id(tensor)]

@@ -27,10 +27,10 @@ class StandIn(torch.Tensor):
     """A tensor without values; `stand_in` makes it.
 
     Attributes:
-        told: of the error that whoever wants the values gets.
+        message: of the error that whoever wants the values gets.
     """
 
-    told: str
+    message: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # shapes and the like are torch's own to tell
 
     @classmethod
@@ -46,11 +46,11 @@ class StandIn(torch.Tensor):
             if result is not NotImplemented:
                 return result
             found = first if isinstance(first, StandIn) else _first(args, kwargs)
-            raise UsageError(found.told if found is not None else "the values of a packed weight are asked for")
+            raise UsageError(found.message if found is not None else "the values of a packed weight are asked for")
         like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
         if kind in _MAKE:
             return func(like, *args[1:], **{"device": first.device, **kwargs})
-        return _made(func(like, *args[1:], **kwargs).shape, first.dtype, first.device, first.told)
+        return _made(func(like, *args[1:], **kwargs).shape, first.dtype, first.device, first.message)
 
     @property
     def data(self) -> torch.Tensor:
@@ -73,7 +73,7 @@ class StandIn(torch.Tensor):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UsageError(self.told)
+        raise UsageError(self.message)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -90,21 +90,21 @@ def _first(*values: Any) -> StandIn | None:
     return None
 
 
-def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, told: str) -> StandIn:
+def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, message: str) -> StandIn:
     one = torch.empty((), dtype=dtype, device=device)
     if dtype.is_floating_point:
         one.fill_(float("nan"))  # code that reads the memory directly gets NaN instead of plausible values
     made = torch.Tensor._make_subclass(StandIn, one.expand(shape))
-    made.told = told
+    made.message = message
     return made
 
 
-def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, told: str) -> nn.Parameter:
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, message: str) -> nn.Parameter:
     """A parameter of this description, which takes the memory of one value.
 
     Args:
-        told: of the UsageError that reading or writing it raises.
+        message: of the UsageError that reading or writing it raises.
     """
-    parameter = nn.Parameter(_made(shape, dtype, device, told), requires_grad=False)
-    parameter.told = told  # type: ignore[attr-defined]
+    parameter = nn.Parameter(_made(shape, dtype, device, message), requires_grad=False)
+    parameter.message = message  # type: ignore[attr-defined]
     return parameter

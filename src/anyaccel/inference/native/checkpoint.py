@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
-from anyaccel.inference.checkpoints.sources import TensorSource, folder_source
+from anyaccel.inference.checkpoints.sources import BLOCKS, TensorSource, TensorView, folder_source
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.outside import read_json
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_BYTES = 4 << 20  # of an embedding and a head, compared and given back at a time
 _HEAD = re.compile(r"(^|\.)lm_head\.")
 
 
@@ -36,7 +40,7 @@ class Checkpoint:
     rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
 
 
-def checkpoint_of(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a Hugging Face folder or a GGUF file.
 
     Raises:
@@ -72,3 +76,61 @@ def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:
     heads = family.names.parts(spec, "head")
     if not spec.tied and not any(part.tensor in checkpoint.source for parts in heads for part in parts):
         raise ModelError(f"{path}: {kind} has no head that predicts the next token, and its embedding is not one")
+
+
+def find_untied_head(source: TensorSource, family: Family, spec: DecoderSpec) -> tuple[str, str] | None:
+    """The tensors of embedding and head, where `spec` ties them and both are stored with different values.
+
+    Such a checkpoint comes of training that untied the two and left the flag. transformers believes the weights then.
+    """
+    if not spec.tied:
+        return None
+    untied = replace(spec, tied=False)
+    stored = []
+    for name in ("embed", "head"):
+        alternatives = family.names.parts(untied, name)
+        found = next((each for each in alternatives if all(part.tensor in source for part in each)), None)
+        if found is None:
+            return None
+        stored.append(found[0].tensor)
+    return None if _have_equal_values(source, stored[0], stored[1]) else (stored[0], stored[1])
+
+
+def _have_equal_values(source: TensorSource, embedding: str, head: str) -> bool:
+    a, b = source.tensor(embedding), source.tensor(head)
+    if not isinstance(a, TensorView) or not isinstance(b, TensorView):
+        return embedding == head  # not compared: nobody stores one quantised matrix under two names
+    if (a.type, a.shape) != (b.type, b.shape) or len(a.shape) != 2:
+        return False
+    if (a.address, a.strides) == (b.address, b.strides):
+        return True
+    if BLOCKS[a.type][0] > 1:
+        return False
+    try:
+        step = max(_CHUNK_BYTES // max(a.shape[1] * BLOCKS[a.type][1], 1), 1)
+        chunks = (range(first, min(first + step, a.shape[0])) for first in range(0, a.shape[0], step))
+        return all(_same_rows(a, b, rows) for rows in chunks)
+    finally:
+        a.done(range(a.shape[0]))
+        b.done(range(b.shape[0]))
+
+
+def _same_rows(a: TensorView, b: TensorView, rows: range) -> bool:
+    """Whether these rows have the same bytes in both."""
+    import numpy
+
+    same = numpy.array_equal(_rows(a, rows), _rows(b, rows))
+    for each in (a, b):
+        if each.is_by_rows:
+            each.done(rows)
+    return bool(same)
+
+
+def _rows(tensor: TensorView, rows: range) -> Any:
+    """The bits of rows, as unsigned numbers in place."""
+    import numpy
+
+    size = BLOCKS[tensor.type][1]
+    length = (len(rows) - 1) * tensor.strides[0] + (tensor.shape[1] - 1) * tensor.strides[1] + size
+    memory: Any = (ctypes.c_ubyte * length).from_address(tensor.address + rows.start * tensor.strides[0])
+    return numpy.ndarray((len(rows), tensor.shape[1]), f"u{size}", memory, strides=tensor.strides)

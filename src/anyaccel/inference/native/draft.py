@@ -49,9 +49,12 @@ def check_draft_path(path: Path) -> None:
         )
 
 
-def lacks_draft(path: str | Path, feature: str) -> UsageError:
-    """The error for a draft model that the native runtime does not have."""
-    return UsageError(f"draft {path}: the native runtime has no {feature}, and a draft model needs it")
+def find_native(model: Any) -> NativeModel | None:
+    """The native model of an engine or of a module that runs natively; None for anything else."""
+    from anyaccel import _llm
+
+    native = getattr(model, "native", None) or getattr(model, "_native", None)
+    return native if isinstance(getattr(native, "model", None), _llm.DecoderModel) else None
 
 
 def same_tokens(tokenizer: Any, other: Any, count: int = 0) -> bool:
@@ -86,15 +89,11 @@ def attach(native: NativeModel, draft: NativeModel | None, texts: TextBridge | N
     native.draft = draft
 
 
-def say_if_useless(native: NativeModel, draft: str, say: Callable[[str], object]) -> None:
-    """Say it where a draft model reads so much for a token that its drafts cannot pay: it is never asked for any.
-
-    Args:
-        draft: what it is called.
-    """
+def warn_if_useless(native: NativeModel, name: str, line: Callable[[str], object]) -> None:
+    """Warn of a draft model that reads so much for a token that its drafts cannot pay: it is never asked for any."""
     cost = native.model.draft_cost
     if cost is not None and not native.model.draft_can_pay:
-        say(f"drafts: {draft} reads {cost:.0%} of the model's bytes for a token, so drafts cannot pay and are not made")
+        line(f"drafts: {name} reads {cost:.0%} of the model's bytes for a token, so drafts cannot pay and are not made")
 
 
 class TextBridge:
@@ -125,7 +124,7 @@ class TextBridge:
 
     def _longer(self, tokens: list[int], known: list[int], found: list[int]) -> list[int] | None:
         """What was found for the first ones, with what has come since; None where it does not go on like that."""
-        text = _behind(self._own, known, tokens[len(known) :])
+        text = _decode_following(self._own, known, tokens[len(known) :])
         if text is None:
             return None
         if text.endswith(_BROKEN):
@@ -138,7 +137,7 @@ class TextBridge:
 
     def from_draft(self, tokens: list[int], before: list[int], said: list[int]) -> list[int]:
         """The model's tokens of what the draft model says behind `before`, which stands for `tokens`."""
-        text = _behind(self._draft, before, said)
+        text = _decode_following(self._draft, before, said)
         if not text:
             return []
         text = text.rstrip(_BROKEN)
@@ -153,7 +152,7 @@ def _length(known: tuple[list[int], list[int]]) -> int:
     return len(known[0])
 
 
-def _behind(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str | None:
+def _decode_following(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str | None:
     """The text of tokens that follow others; None where these have another text with them."""
     start = tokenizer.decode(before[-_CONTEXT:], special=True)
     text = tokenizer.decode([*before[-_CONTEXT:], *tokens], special=True)

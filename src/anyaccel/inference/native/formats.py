@@ -17,12 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.options import GROUP_SIZES, ModelOptions
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
-
-DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
-GROUPS = (32, 64, 128)
-DEFAULT_GROUP = 32
 
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
 _EIGHT: Format = ("i8", 0, False)
@@ -45,20 +42,23 @@ class Precision:
     """What was asked for.
 
     Attributes:
-        dtype: one of DTYPES; None: what the file has.
+        dtype: fp32, bf16, fp16, int8 or int4; None: what the file has.
         group: columns that share a scale in int4.
         asymmetric: int4 values have a minimum each group.
     """
 
     dtype: str | None
-    group: int = DEFAULT_GROUP
+    group: int = 32
     asymmetric: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"dtype {self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
-        if self.group not in GROUPS:
-            raise UsageError(f"group={self.group}: must be one of {', '.join(map(str, GROUPS))}")
+        if self.group not in GROUP_SIZES:
+            raise UsageError(f"group={self.group}: must be one of {', '.join(map(str, GROUP_SIZES))}")
+
+    @classmethod
+    def from_options(cls, options: ModelOptions) -> Precision:
+        """The precision that the options of a model ask for."""
+        return cls(None if options.dtype == "auto" else options.dtype, options.group_size)
 
 
 def stored_format(tensor: Any, cols: range) -> Format:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import CommTimeoutError
@@ -46,7 +46,7 @@ class LoadingWatch:
         self._waiting.add(rank)
         self._idle = 0.0
 
-    def goes_on(self) -> None:
+    def resume(self) -> None:
         """All ranks have what they waited for."""
         self._waiting.clear()
         self._idle = 0.0
@@ -120,16 +120,6 @@ class LoadingRanks:
         heard[self._rank] = True
         if problem := self._loading.passed(min(passed, _SLICE), heard, worked):
             raise CommTimeoutError(problem)
-
-    def progress(self, then: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
-        """A function to call while this rank reads, which calls `then`."""
-
-        def call(done: int, total: int) -> None:
-            self.check()
-            if then is not None:
-                then(done, total)
-
-        return call
 
     def meet(self) -> None:
         """Wait until all ranks have loaded.

@@ -307,7 +307,7 @@ def _cache_values(spec: DecoderSpec) -> int:
     return sum(each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers)
 
 
-def _pieces(tokens: int, every: int) -> Sequence[tuple[int, int]]:
+def _row_slices(tokens: int, every: int) -> Sequence[tuple[int, int]]:
     """The prompt at once, then one token a step."""
     return [(0, tokens), *((each, each + 1) for each in range(tokens, every))]
 
@@ -316,7 +316,7 @@ def _module_logits(twin: Any, ids_BT: torch.Tensor, tokens: int) -> torch.Tensor
     found, cache = [], None
     with torch.inference_mode():
         twin(ids_BT[:, :1], use_cache=False)  # frequencies of rotary positions may be those of an earlier, longer text
-        for first, last in _pieces(tokens, ids_BT.shape[1]):
+        for first, last in _row_slices(tokens, ids_BT.shape[1]):
             output = twin(ids_BT[:, first:last], past_key_values=cache, use_cache=tokens < ids_BT.shape[1])
             cache = output.past_key_values
             found.append(output.logits.float())
@@ -327,7 +327,7 @@ def _native_logits(model: _llm.Model, ids_BT: torch.Tensor, tokens: int, vocabul
     sequences = [model.create() for _ in ids_BT]
     found = []
     try:
-        for first, last in _pieces(tokens, ids_BT.shape[1]):
+        for first, last in _row_slices(tokens, ids_BT.shape[1]):
             ids = ids_BT[:, first:last].contiguous()
             logits = torch.empty(*ids.shape, vocabulary)
             rows = list(range(ids.numel()))

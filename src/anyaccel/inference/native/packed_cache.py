@@ -58,7 +58,7 @@ def _version() -> str:
     return f"{VERSION} {__version__} {hashlib.blake2b(f'{fields} {formats}'.encode(), digest_size=4).hexdigest()}"
 
 
-class Entry:
+class PackedModel:
     """The place of one packed model; it may or may not be there.
 
     Args:

@@ -20,11 +20,9 @@ from anyaccel.inference.checkpoints.sources import (
     entry_of,
 )
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native.checkpoint import Checkpoint
+from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head
 from anyaccel.inference.native.formats import Precision, choose, forms, holds, stored_format
-from anyaccel.inference.native.shard import WeightSlice, shard, slices
-from anyaccel.inference.native.stages import bytes_by_layer, split_layers, stage_of
-from anyaccel.inference.native.tied import own_head
+from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, slices, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
@@ -84,7 +82,7 @@ class Plan:
             ropes = tuple(replace(rope, inv_freq=checkpoint.rounded(rope.inv_freq)) for rope in self.whole.ropes)
             self.whole = replace(self.whole, ropes=ropes)
         # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
-        self.untied = own_head(self.source, self.family, self.whole)
+        self.untied = find_untied_head(self.source, self.family, self.whole)
         if self.untied:
             self.whole = replace(self.whole, tied=False)
         self._known: set[str] = set()  # tensors that the model's weights may be called
@@ -103,7 +101,7 @@ class Plan:
         self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
         self._slices = slices(self.whole, rank, size)
         if stages > 1:
-            self.spec = stage_of(self.spec, self._layers_of_stages(found, precision, stages), stage)
+            self.spec = stage_spec(self.spec, self._layers_of_stages(found, precision, stages), stage)
         self._others = {part.name for parts in found.values() for part in parts}
         matrices, self.vectors = weights(self.spec)
         mine = [each.name for each in matrices]
@@ -250,7 +248,7 @@ class Plan:
             found.setdefault(last[memory[name]], []).append(name)
         return found
 
-    def _pieces(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
+    def _row_slices(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
         """The rank's rows of a native weight, in order: tensors and their rows."""
         parts = self._parts[name]
         for wanted in self._slice(name).rows or (range(sum(len(each.rows) for each in parts)),):
@@ -264,7 +262,7 @@ class Plan:
     def _fill_matrix(self, model: _llm.DecoderModel, shape: MatrixShape, progress: _Progress) -> None:
         cols = self._slice(shape.name).cols or range(shape.cols)
         at = 0
-        for part, rows in self._pieces(shape.name):
+        for part, rows in self._row_slices(shape.name):
             for chunk in _chunks(part, rows, at):
                 try:
                     _pack(model, shape, at, part, chunk, cols)
@@ -285,7 +283,7 @@ class Plan:
             model.set_vector(shape.name, 0, shape.count, ctypes.addressof(zeros), "f32")
             return
         at = 0
-        for part, rows in self._pieces(shape.name):
+        for part, rows in self._row_slices(shape.name):
             tensor = part.tensor
             if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
                 raise Unsupported(f"vector of type {tensor.type} ({tensor.where})")

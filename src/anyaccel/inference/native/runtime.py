@@ -13,16 +13,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from anyaccel import env, host_memory
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.checkpoints.quantised_layout import cost_of
-from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
-from anyaccel.inference.native.packed_cache import Entry
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packed_cache import PackedModel
 from anyaccel.inference.native.saving import Saving
-from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.options import DEFAULTS, ModelOptions
+from anyaccel.inference.spec.decoder import PAGE, DecoderSpec
 from anyaccel.inference.spec.stored import with_specs
 from anyaccel.outside import Values, line, text
 
@@ -35,12 +36,11 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 
-_CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8", "int4": "i4", "i4": "i4"}
+_CACHE_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "i8", "int4": "i4"}
 _THREADS_A_CPU = 4  # a real run has one; tests have more
 _CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LEAST_BESIDE = 64 << 20  # bytes of packed weights; fewer are written at once
-_SHARE_OF_MEMORY = 0.75  # of the available memory: the most that the key/value cache may grow to
-
+SHARE_OF_MEMORY = 0.75  # of what is available beside the weights: the most that the key/value cache may grow to
 
 # The models of this process, by id(): their caches may grow yet.
 _models: weakref.WeakValueDictionary[int, NativeModel] = weakref.WeakValueDictionary()
@@ -62,6 +62,7 @@ class NativeModel:
         saving: writes them there meanwhile; `begin` it after the first token, `finish` it at the end.
         rank, size: of tensor parallelism, within one of the `stages`.
         draft: the model that guesses for it, see `native.draft.attach`.
+        runtime: "native", or "device" where `model` is one of inference/device.
     """
 
     model: _llm.Model
@@ -78,6 +79,7 @@ class NativeModel:
     cached: bool = False
     saving: Saving | None = None
     draft: NativeModel | None = None
+    runtime: str = "native"
 
     def __post_init__(self) -> None:
         _models[id(self)] = self
@@ -88,156 +90,155 @@ class NativeModel:
         return self.size * self.stages
 
 
-def load_native(
-    model: Any,
-    config: Mapping[str, Any] | None = None,
-    *,
-    dtype: str | None = "bf16",
-    group: int = DEFAULT_GROUP,
-    asymmetric: bool = True,
-    rank: int = 0,
-    size: int = 1,
-    stage: int = 0,
-    stages: int = 1,
-    on_host: int = 0,
-    threads: int = 0,
-    cache_dtype: str = "bf16",
-    cache_limit: int = 0,
-    progress: Progress | None = None,
-    use_cache: bool = True,
-    beside: bool = False,
-    release: bool = False,
-    check: Callable[[], object] | None = None,
-) -> NativeModel:
-    """Make the native decoder of a model; on `stages` times `size` ranks each has a part.
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this process stands among those that share a model.
 
-    Args:
-        model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
-        config: of a TensorSource or a model in memory that has none; as config.json.
-        dtype: fp32, bf16, fp16, int8, int4; None or "auto": the precision that the file has.
-        group, asymmetric: of int4: columns that share a scale; a minimum beside it.
-        rank, size: of tensor parallelism.
-        stage, stages: of pipeline parallelism.
+    Attributes:
+        rank: among all of the model's ranks, which are numbered stage by stage.
         on_host: ranks that share this host's memory; 0: all.
-        threads: 0 for the CPUs of this process.
-        cache_dtype: of keys and values: bf16, int8, int4, fp32.
-        cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then and not promised
-            to other models of this process.
-        progress: called with (bytes done, bytes in all) while weights are read or packed.
-        use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
-        beside: write them there in a thread, after this call; see `NativeModel.saving`.
-        release: give up each of the module's weights once it is packed.
-        check: called between the steps of the work, in its thread; what it raises ends the work.
-
-    Raises:
-        Unsupported: the native runtime lacks something that this model needs: its `feature`.
-        ModelError: a file is damaged, a weight missing or of the wrong shape.
-        UsageError: an argument is wrong, or the model is too small for so many ranks.
+        on_cpu: whether the accelerator is the host's own processor.
+        group: the process group of torch.distributed that has these ranks; None without one.
+        connect: loads on all ranks and connects them; None for a model of one rank.
     """
-    most = _THREADS_A_CPU * (os.cpu_count() or 1)
-    if not 0 <= cache_limit < 2**63:
-        raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
-    if threads > most:
-        raise UsageError(
-            f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning; "
-            "0 takes as many as there are"
-        )
-    precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
-    if cache_dtype not in _CACHE_FORMATS:
-        raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")
-    cache_format = _CACHE_FORMATS[cache_dtype]
-    place = Place(rank, size, stage, stages, on_host or size * stages)
-    settings = _Settings(precision, place, threads, cache_format, cache_limit, progress, check)
-    if not isinstance(model, str | Path):
-        return _packed(settings, open_checkpoint(model, config, release))[0]
-    path = Path(model).expanduser()
-    check_model_path(path)
-    entry = None
-    if use_cache and env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
-        try:
-            entry = Entry(path, {"precision": asdict(precision), **place.key()})
-        except OSError as error:  # of a file that the model can be loaded without
-            logger.warning("%s: packed weights are not kept (%s)", path, error)
-    if entry is None:
-        return _from_files(path, settings)[0]
-    found = _from_cache(entry, with_specs(entry.load()), settings)
-    if found is not None:
-        return found
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(entry.locked(settings.go_on))
-        except OSError as error:
-            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
-            return _from_files(path, settings)[0]
-        found = _from_cache(entry, with_specs(entry.load()), settings)  # another process may have made it meanwhile
-        if found is None:
-            found, shapes = _from_files(path, settings)
-            if beside and found.model.weight_bytes >= _LEAST_BESIDE:
-                found.saving = Saving(_writer(entry, found, shapes), held.pop_all().close)
-            else:
-                _writer(entry, found, shapes)(settings.go_on)
-        return found
+
+    rank: int = 0
+    on_host: int = 0
+    on_cpu: bool = True
+    group: Any = None
+    connect: Connect | None = None
+
+    def part(self, options: ModelOptions) -> dict[str, Any]:
+        """Which part of the model this rank has."""
+        stage, rank = divmod(self.rank, options.tp)
+        return {"rank": rank, "size": options.tp, "stage": stage, "stages": options.pp}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of this rank among those that share the model."""
+class Callbacks:
+    """What is called while a model loads.
 
-    rank: int
-    size: int
-    stage: int = 0
-    stages: int = 1
-    on_host: int = 1
+    Attributes:
+        progress: with (bytes done, bytes in all) of this rank.
+        check: between the steps of the work, in its thread; what it raises ends the work.
+        line: with a line for the user.
+    """
 
-    def key(self) -> dict[str, Any]:
-        """What packed weights depend on."""
-        return {"rank": self.rank, "size": self.size, "stage": self.stage, "stages": self.stages}
-
-
-@dataclass(frozen=True)
-class _Settings:
-    precision: Precision
-    place: Place
-    threads: int
-    cache_format: str
-    cache_limit: int
-    progress: Progress | None
-    check: Callable[[], object] | None
+    progress: Progress | None = None
+    check: Callable[[], object] | None = None
+    line: Callable[[str], object] = logger.warning
 
     def go_on(self) -> None:
+        """Raise what `check` raises."""
         if self.check is not None:
             self.check()
 
     def report(self, done: int, total: int) -> None:
+        """Call both."""
         self.go_on()
         if self.progress is not None:
             self.progress(done, total)
 
 
-def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> _llm.DecoderModel:
+ALONE = RankPlace()
+LOGGED = Callbacks()
+
+
+class Connect(Protocol):
+    """Loads this rank's part and connects the ranks; an error of one is the error of all."""
+
+    def __call__(
+        self,
+        load: Callable[[Callbacks], NativeModel],
+        callbacks: Callbacks,
+        source: Path | None,
+        wire_dtype: str,
+    ) -> NativeModel:
+        """Call `load` with callbacks that notice lost ranks, too; `source` is the model's folder or file."""
+
+
+def load_native(
+    model: Any,
+    options: ModelOptions = DEFAULTS,
+    place: RankPlace = ALONE,
+    callbacks: Callbacks = LOGGED,
+    config: Mapping[str, Any] | None = None,
+) -> NativeModel:
+    """Make the native decoder of a model; of a model on several ranks, this rank's part.
+
+    The packed weights of files are kept in the user's cache folder and read from there; one process alone writes many
+    in a thread, after this call (see `NativeModel.saving`). The weights of a module in memory are given up as they are
+    packed.
+
+    Args:
+        model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
+        config: of a TensorSource or a model in memory that has none; as config.json.
+
+    Raises:
+        Unsupported: the native runtime lacks something that this model needs: its `feature`.
+        ModelError: a file is damaged, a weight missing or of the wrong shape.
+        UsageError: the model is too small for so many ranks, or `threads` are too many.
+    """
+    if options.threads > _THREADS_A_CPU * (os.cpu_count() or 1):
+        raise UsageError(
+            f"threads={options.threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning; "
+            "0 takes as many as there are"
+        )
+    if not isinstance(model, str | Path):
+        return _pack(open_checkpoint(model, config), options, place, callbacks)[0]
+    path = Path(model).expanduser()
+    check_model_path(path)
+    entry = None
+    if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
+        try:
+            entry = PackedModel(path, {"precision": asdict(Precision.from_options(options)), **place.part(options)})
+        except OSError as error:  # of a file that the model can be loaded without
+            logger.warning("%s: packed weights are not kept (%s)", path, error)
+    if entry is None:
+        return _pack(open_checkpoint(path), options, place, callbacks)[0]
+    native = _from_cache(entry, options, place, callbacks)
+    if native is not None:
+        return native
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(entry.locked(callbacks.go_on))
+        except OSError as error:
+            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+            return _pack(open_checkpoint(path), options, place, callbacks)[0]
+        native = _from_cache(entry, options, place, callbacks)  # another process may have made it meanwhile
+        if native is None:
+            native, shapes = _pack(open_checkpoint(path), options, place, callbacks)
+            # Ranks of a command end with it, possibly before all is written.
+            if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
+                native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
+            else:
+                _writer(entry, native, shapes)(callbacks.go_on)
+        return native
+
+
+def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, place: RankPlace) -> _llm.DecoderModel:
     from anyaccel import _llm
 
-    limit = settings.cache_limit
+    limit = options.cache_bytes
     if limit == 0:
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
         free = max(available - promised, available // 4)  # most models never use all that they were promised
-        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.place.on_host)
+        limit = max(1 << 20, int(free * SHARE_OF_MEMORY) // (place.on_host or options.ranks))
+    cache = _CACHE_FORMATS[options.cache_dtype]
     try:
-        return _llm.DecoderModel(
-            spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit
-        )
+        return _llm.DecoderModel(spec, shapes["matrices"], shapes["vectors"], options.threads, cache, limit)
     except (MemoryError, ValueError, RuntimeError) as error:
         if isinstance(error, ModelError | UsageError):
             raise
         raise ModelError(f"the native runtime cannot hold this model ({error or 'out of memory'})") from error
 
 
-def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settings) -> NativeModel | None:
-    """The model that `saved`, which the entry has loaded, describes; None without one, and where it is damaged.
-
-    A damaged entry is removed.
-    """
+def _from_cache(
+    entry: PackedModel, options: ModelOptions, place: RankPlace, callbacks: Callbacks
+) -> NativeModel | None:
+    """The model that the entry has; None where there is none, and where it is damaged, which removes it."""
+    saved = with_specs(entry.load())
     if saved is None:
         return None
     try:
@@ -247,14 +248,14 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
     damage = ""
     with file:
         try:
-            made = _make(saved["spec"], saved["shapes"], settings)
-            total = made.weight_bytes
+            model = _make(saved["spec"], saved["shapes"], options, place)
+            total = model.weight_bytes
             if total != saved["weight_bytes"]:
                 damage = "its size is another one"
-            elif made.read(file.fileno(), 0, lambda done: settings.report(done, total)) != saved["checksum"]:
+            elif model.read(file.fileno(), 0, lambda done: callbacks.report(done, total)) != saved["checksum"]:
                 damage = "its checksum is another one"
             else:
-                made.finish()
+                model.finish()
         except (OSError, ModelError, UsageError) as error:
             damage = str(error) or type(error).__name__
     if damage:
@@ -262,28 +263,28 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
         entry.remove()
         return None
     return NativeModel(
-        made,
+        model,
         saved["spec"],
         saved["whole_spec"],
         saved["config"],
         saved["generation_config"],
-        settings.precision.dtype,
+        Precision.from_options(options).dtype,
         saved["forms"],
-        **settings.place.key(),
+        **place.part(options),
         cached=True,
     )
 
 
-def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, release: bool = False) -> Checkpoint:
-    """What weights are read from: `load_native` says what `model`, `config` and `release` are."""
+def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """What weights are read from: `load_native` says what `model` and `config` are."""
     if not isinstance(model, str | Path):
         from anyaccel.inference.native.in_memory import checkpoint_in_memory
 
-        return checkpoint_in_memory(model, config, release)
-    from anyaccel.inference.native.checkpoint import check_head, checkpoint_of
+        return checkpoint_in_memory(model, config, release=True)
+    from anyaccel.inference.native.checkpoint import check_head, read_checkpoint
 
     path = Path(model).expanduser()
-    checkpoint = checkpoint_of(path)
+    checkpoint = read_checkpoint(path)
     given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
@@ -292,15 +293,11 @@ def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, release
     return checkpoint
 
 
-def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
-    return _packed(settings, open_checkpoint(path))
-
-
-def plan_of(checkpoint: Checkpoint, precision: Precision, place: Place) -> Plan:
-    """How a checkpoint becomes the weights of a rank; what in it is not used is said."""
+def make_plan(checkpoint: Checkpoint, options: ModelOptions, place: RankPlace) -> Plan:
+    """How a checkpoint becomes the weights of a rank; warns of what in it is not used."""
     from anyaccel.inference.native.packing import Plan
 
-    plan = Plan(checkpoint, precision, **place.key())
+    plan = Plan(checkpoint, Precision.from_options(options), **place.part(options))
     if unread := plan.unread():
         logger.warning(
             "%d weights of the checkpoint are not part of the model that its configuration describes, for example %s",
@@ -318,57 +315,77 @@ def plan_of(checkpoint: Checkpoint, precision: Precision, place: Place) -> Plan:
     return plan
 
 
-def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
+def _pack(
+    checkpoint: Checkpoint, options: ModelOptions, place: RankPlace, callbacks: Callbacks
+) -> tuple[NativeModel, dict[str, Any]]:
     """The model, and the shapes of its weights."""
-    settings.go_on()
-    plan = plan_of(checkpoint, settings.precision, settings.place)
-    settings.go_on()
+    callbacks.go_on()
+    plan = make_plan(checkpoint, options, place)
+    callbacks.go_on()
     shapes = plan.shapes()
-    made = _make(plan.spec, shapes, settings)
-    plan.fill(made, settings.report)
-    made.finish()
-    native = NativeModel(
-        made,
+    model = _make(plan.spec, shapes, options, place)
+    plan.fill(model, callbacks.report)
+    model.finish()
+    return native_model(model, plan, checkpoint, options, place), shapes
+
+
+def native_model(
+    model: _llm.Model,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    place: RankPlace,
+    runtime: str = "native",
+) -> NativeModel:
+    """The model with what it was made from."""
+    return NativeModel(
+        model,
         plan.spec,
         plan.whole,
         checkpoint.config,
         checkpoint.generation_config,
-        settings.precision.dtype,
+        Precision.from_options(options).dtype,
         plan.forms(),
-        **settings.place.key(),
+        **place.part(options),
+        runtime=runtime,
     )
-    return native, shapes
 
 
-def _writer(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> Callable[[Callable[[], object]], None]:
-    """What makes the entry; it calls its argument again and again."""
-    model = cast("_llm.DecoderModel", made.model)  # not the whole: it holds what is made of this
+def _writer(
+    packed: PackedModel, native: NativeModel, shapes: Mapping[str, Any]
+) -> Callable[[Callable[[], object]], None]:
+    """What keeps a model in the cache; it calls its argument again and again."""
+    model = cast("_llm.DecoderModel", native.model)  # not all of it, which holds what is made of this
     size = model.weight_bytes
     saved = {
-        "spec": asdict(made.spec),
-        "whole_spec": asdict(made.whole_spec),
+        "spec": asdict(native.spec),
+        "whole_spec": asdict(native.whole_spec),
         "shapes": shapes,
-        "config": made.config,
-        "generation_config": made.generation_config,
-        "forms": made.forms,
+        "config": native.config,
+        "generation_config": native.generation_config,
+        "forms": native.forms,
     }
 
     def write(go_on: Callable[[], object]) -> None:
         try:
-            if entry.has_room(size):
-                entry.save(saved, size, lambda descriptor: model.write(descriptor, 0, lambda _: go_on()))
+            if packed.has_room(size):
+                packed.save(saved, size, lambda descriptor: model.write(descriptor, 0, lambda _: go_on()))
         except OSError as error:  # the model is loaded all the same
-            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+            logger.warning("%s: packed weights are not kept (%s)", packed.root, error)
 
     return write
 
 
+def logits_error(dtype: object) -> ModelError:
+    """The error for logits from which no token can be sampled."""
+    return ModelError(f"the model's logits are NaN or infinite in {dtype}; try another dtype, such as fp32")
+
+
 def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:
     """Raise UsageError, with the bytes, when the cache of a batch cannot fit."""
-    page = 64
     model = native.model
-    tokens = sum(-(-(length + new) // page) * page + (copies - 1) * (-(-new // page) + 1) * page for length in prompts)
-    needed = tokens * model.cache_bytes_per_token()
+    pages = sum(-(-(length + new) // PAGE) + (copies - 1) * (-(-new // PAGE) + 1) for length in prompts)
+    needed = pages * PAGE * model.cache_bytes_per_token()
     if needed > model.cache_limit_bytes:
         from anyaccel import _llm
 

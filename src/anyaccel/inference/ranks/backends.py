@@ -1,28 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends of `generate` and `chat` in this process: a native model, or an engine; `command.py` has the third."""
+"""The backends of `generate` and `chat` in this process: a native model, or an engine; `command.py` has the third.
+
+A model that the native runtime supports is loaded and run without torch, which takes two seconds to import.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from anyaccel.errors import AnyAccelError
 from anyaccel.host_memory import high_water_mark
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, RankPlace
+from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, accelerator_name, host_accelerator, open_model
+from anyaccel.inference.ranks.background import BackgroundTask
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from anyaccel import _llm
     from anyaccel.inference.engine import InferenceEngine
-    from anyaccel.inference.generate import Generation, Sampling
-    from anyaccel.inference.native.runtime import NativeModel
+    from anyaccel.inference.generate import Generation, SamplingOptions
+    from anyaccel.inference.options import ModelOptions
+
+
+class Reporter(Protocol):
+    """Shows lines and progress while a model loads: a command's, or its stand-in on a rank."""
+
+    def line(self, text: str) -> None: ...
+    def progress(self, done: int, total: int) -> None: ...
 
 
 class Backend(Protocol):
     """A model, in this process or on ranks.
 
     Attributes:
-        runtime: native, device, torch or plain, see InferenceConfig.
+        runtime: native, device, torch or plain, see ModelOptions.
         first: whether this process shows the text.
         ends: tokens that end a text.
         tokenizer: the tokenizer; None in a rank, whose command has it.
@@ -43,7 +58,7 @@ class Backend(Protocol):
         """The size of the vocabulary."""
 
     def tokens(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+        self, ids: list[int], max_new_tokens: int, sampling: SamplingOptions, result: Generation
     ) -> Generator[int, None, None]:
         """Generate; closing it ends the answer."""
 
@@ -64,10 +79,40 @@ class Backend(Protocol):
 
 
 class _InThisProcess:
+    """What both backends have in common.
+
+    Args:
+        place: of this process among those that share the model.
+        dtype: that was asked for.
+    """
+
+    def __init__(self, tokenizer: Any, ends: list[int], accelerator: str, dtype: str, place: RankPlace) -> None:
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.accelerator = accelerator
+        self.dtype = dtype
+        self.first = place.rank == 0
+        self._group = place.group
+
     def idle(self) -> AbstractContextManager[object]:
         from contextlib import nullcontext
 
         return nullcontext()
+
+    def peak(self) -> int:
+        """Peak memory of this process in bytes, of the accelerator where that has memory of its own."""
+        from anyaccel.accelerator import get_accelerator
+
+        return get_accelerator().max_memory_allocated()
+
+    def peaks(self) -> list[int]:
+        peaks: list[Any] = [self.peak()]
+        if self._group is not None:
+            from anyaccel import comm
+
+            own, peaks = peaks[0], [None] * self._group.size()
+            comm.all_gather_object(peaks, own, group=self._group)
+        return peaks
 
     def beside(self) -> int:
         return 0
@@ -79,23 +124,10 @@ class _InThisProcess:
 class NativeBackend(_InThisProcess):
     """A DecoderSpec model in this process, on one of its two executors: "native" or "device"."""
 
-    first = True
-
-    def __init__(
-        self,
-        native: NativeModel,
-        tokenizer: Any,
-        ends: list[int],
-        accelerator: str,
-        dtype: str,
-        runtime: str = "native",
-    ) -> None:
-        self.runtime = runtime
+    def __init__(self, native: NativeModel, *common: Any) -> None:
+        super().__init__(*common)
+        self.runtime = native.runtime
         self.native = native
-        self.tokenizer = tokenizer
-        self.ends = ends
-        self.accelerator = accelerator
-        self.dtype = dtype
         self._last: _llm.Request | None = None
 
     @property
@@ -107,7 +139,7 @@ class NativeBackend(_InThisProcess):
         return self.native.whole_spec.vocab
 
     def tokens(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+        self, ids: list[int], max_new_tokens: int, sampling: SamplingOptions, result: Generation
     ) -> Generator[int, None, None]:
         """Generate; the common prefix of `ids` and the last call's text is still in the cache."""
         from anyaccel import _llm
@@ -126,45 +158,27 @@ class NativeBackend(_InThisProcess):
             self._last = None
 
     def peak(self) -> int:
-        if self.runtime == "device":
-            from anyaccel.accelerator import get_accelerator
-
-            return get_accelerator().max_memory_allocated()
-        return high_water_mark()
+        return super().peak() if self.runtime == "device" else high_water_mark()
 
     def close(self) -> None:
         """Finish writing packed weights to the cache, unless an error or Ctrl-C ends the command."""
         if self.native.saving is not None:
             self.native.saving.finish(stop=sys.exception() is not None)
 
-    def peaks(self) -> list[int]:
-        return [self.peak()]
-
 
 class EngineBackend(_InThisProcess):
-    """A model in an InferenceEngine: on several ranks, on an accelerator, or of an architecture of its own."""
+    """A model that runs its own code, in an InferenceEngine."""
 
-    def __init__(self, engine: InferenceEngine, tokenizer: Any, accelerator: str, dtype: str) -> None:
-        from anyaccel.inference.generate import end_tokens_of
+    def __init__(self, engine: InferenceEngine, *common: Any) -> None:
+        from anyaccel.inference.generate import sizes_of
 
+        super().__init__(*common)
         self.engine = engine
-        self.tokenizer = tokenizer
-        self.accelerator = accelerator
-        self.dtype = dtype
         self.runtime = engine.runtime
-        self.first = engine.tp_rank == 0 and (engine.native is None or engine.native.stage == 0)
-        self.ends = sorted(end_tokens_of(engine))
-
-    @property
-    def context(self) -> int:
-        return getattr(self.engine.config.get_text_config(), "max_position_embeddings", None) or 0
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.engine.config.get_text_config().vocab_size)
+        self.vocabulary, self.context = sizes_of(engine)
 
     def tokens(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+        self, ids: list[int], max_new_tokens: int, sampling: SamplingOptions, result: Generation
     ) -> Generator[int, None, None]:
         import torch
 
@@ -181,17 +195,103 @@ class EngineBackend(_InThisProcess):
     def forget(self) -> None:
         """Does nothing, as nothing is kept between calls."""
 
-    def peak(self) -> int:
-        from anyaccel.accelerator import get_accelerator
 
-        return get_accelerator().max_memory_allocated()
+def open_backend(path: Path, options: ModelOptions, screen: Reporter) -> Backend:
+    """Load a model in this process, alone or as one of the ranks that a launcher started.
 
-    def peaks(self) -> list[int]:
-        peaks: list[Any] = [self.peak()]
-        ranks = self.engine.native.ranks if self.engine.native else self.engine.tp_size
-        if ranks > 1:
-            from anyaccel import comm
+    Raises:
+        AnyAccelError: the model or its tokenizer cannot be read, or a package is missing.
+    """
+    from anyaccel.inference.checkpoints.model_path import check_decoder_only
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+    from anyaccel.topology import read_machine
 
-            own, peaks = peaks[0], [None] * ranks
-            comm.all_gather_object(peaks, own, group=self.engine.group)
-        return peaks
+    check_decoder_only(path)
+    machine = read_machine()
+    host = host_accelerator(machine) if options.ranks == 1 else None
+    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    if options.ranks == 1:
+        screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
+        place = RankPlace(on_cpu=host is not None or accelerator_is_cpu())
+    else:
+        from anyaccel.inference.hf.group import group_place
+
+        place = group_place(options, accelerator_is_cpu())
+    problem: AnyAccelError | None = None
+    tokenizer: Any = None
+    with BackgroundTask() as loading:
+        callbacks = Callbacks(screen.progress, loading.check, screen.line)
+        loading.start(lambda: open_model(path, options, place, callbacks))
+        try:
+            tokenizer = load_text_tokenizer(path, screen.line)
+        except AnyAccelError as error:
+            problem = error
+        opened = loading.result()  # before `problem` is raised, as an error of the weights has priority
+    if problem is not None:
+        raise problem
+    accelerator = host[0] if host else accelerator_name()
+    return make_backend(path, opened, options, place, screen, tokenizer, accelerator)
+
+
+def make_backend(
+    path: Path,
+    opened: NativeModel | OwnCode,
+    options: ModelOptions,
+    place: RankPlace,
+    screen: Reporter,
+    tokenizer: Any,
+    accelerator: str,
+) -> NativeBackend | EngineBackend:
+    """The backend of a model that has been opened; a model's own code is loaded here.
+
+    Args:
+        tokenizer: None in a rank, whose command has it.
+    """
+    from anyaccel.inference.text.tokenizer import end_tokens
+
+    if isinstance(opened, OwnCode):
+        if opened.feature:
+            screen.line(str(opened))
+        engine, ends = _load_own_code(path, opened, options, place, screen)
+        return EngineBackend(engine, tokenizer, ends, accelerator, options.dtype, place)
+    describe_weights(opened, screen)
+    ends = end_tokens(opened.generation_config, opened.config, path, note=place.rank == 0)
+    if path.is_file() and tokenizer is not None:
+        ends = sorted({*ends, *tokenizer.end_tokens})
+    return NativeBackend(opened, tokenizer, ends, accelerator, options.dtype, place)
+
+
+def _load_own_code(
+    path: Path, code: OwnCode, options: ModelOptions, place: RankPlace, screen: Reporter
+) -> tuple[InferenceEngine, list[int]]:
+    """The engine, and the tokens that end its texts."""
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+    logging.set_verbosity_error()
+    from anyaccel.accelerator import get_accelerator
+    from anyaccel.inference.engine import own_code_engine
+    from anyaccel.inference.generate import end_tokens_of
+
+    get_accelerator().reset_peak_memory_stats()  # converting a tokenizer may take more memory than generating
+    engine = own_code_engine(path, options, place, code, screen.progress)
+    return engine, sorted(end_tokens_of(engine))
+
+
+def describe_accelerator() -> str:
+    """Name of the accelerator and why it was chosen; imports torch."""
+    from anyaccel.accelerator import describe_choice
+    from anyaccel.accelerator.select import silence_detection
+
+    silence_detection()
+    return describe_choice()
+
+
+def describe_weights(native: NativeModel, screen: Reporter) -> None:
+    """Show the types of the weights in the file and in memory, if the user has not chosen a dtype."""
+    if native.dtype is None:
+        forms = sorted(native.forms.items())
+        kinds = [kind if own == [kind] else f"{kind} as {' or '.join(own)}" for kind, own in forms]
+        where = " on rank 0" if native.ranks > 1 else ""
+        screen.line(f"weights: {', '.join(kinds)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")

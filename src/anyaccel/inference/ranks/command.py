@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.host_memory import high_water_mark
-from anyaccel.inference.ranks.gathered import FAREWELL, RankError, Ranks, plan_ranks
+from anyaccel.inference.ranks.control import EXIT_GRACE, RankError, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import Processes, RankProcesses
 
 if TYPE_CHECKING:
-    from anyaccel.inference.generate import Generation, Sampling
-    from anyaccel.inference.ranks.loading import Watcher
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.generate import Generation, SamplingOptions
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
     from anyaccel.launch.cluster.cluster import ClusterOptions
 
 _AHEAD = 2  # steps that the ranks may be ahead, so that they go on while the command shows a token
 
 
 def start(
-    options: ModelOptions, screen: Watcher, *, lasting: bool = True, cluster: ClusterOptions | None = None
+    path: Path, options: ModelOptions, screen: Reporter, *, lasting: bool = True, cluster: ClusterOptions | None = None
 ) -> RanksBackend:
     """Start the model's ranks and load it on them.
 
@@ -49,17 +48,17 @@ def start(
     """
     processes: Processes
     if cluster is None:
-        plan, summary = plan_ranks(options.ranks, asked=options.asked)
+        plan, summary = plan_ranks(options.ranks, asked=options.rank_options)
         processes = RankProcesses(plan)
     else:
         from anyaccel.inference.ranks.on_hosts import HostProcesses, describe, find_ranks
 
-        hosts = find_ranks(cluster, options.ranks, options.asked)
+        hosts = find_ranks(cluster, options.ranks, options.rank_options)
         summary = describe(hosts, cluster.launcher)
         processes = HostProcesses(cluster, hosts)
     backend = RanksBackend(processes, lasting)
     try:
-        backend.load(options, summary, screen)
+        backend.load(path, options, summary, screen)
     except BaseException:
         backend.close()
         raise
@@ -132,7 +131,7 @@ class RanksBackend:
 
     # --- the methods of a Backend
 
-    def load(self, options: ModelOptions, summary: str, screen: Watcher) -> None:
+    def load(self, path: Path, options: ModelOptions, summary: str, screen: Reporter) -> None:
         """Make the ranks load the model and meet, and show their progress.
 
         Args:
@@ -142,25 +141,15 @@ class RanksBackend:
             AnyAccelError: a rank has failed, or the model has no tokenizer.
         """
         from anyaccel.inference.checkpoints.model_path import check_decoder_only
-        from anyaccel.inference.native.draft import check_draft_path
-        from anyaccel.inference.ranks.loading import check_same_tokens
         from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
-        path = Path(options.model)
         check_decoder_only(path)
-        if options.draft:
-            check_draft_path(Path(options.draft))
-        self._ranks.load(options, summary)
+        self._ranks.load(path, options, summary)
         problem: AnyAccelError | None = None
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
             problem = error  # raised below, as an error of the weights has priority
-        if options.draft and problem is None:
-            try:
-                check_same_tokens(options, self.tokenizer)
-            except AnyAccelError as error:
-                problem = error
         first = self._ranks.loaded(screen)[0]
         if problem is not None:
             raise problem
@@ -169,7 +158,7 @@ class RanksBackend:
         self.ends = sorted({*first["ends"], *self.tokenizer.end_tokens}) if path.is_file() else first["ends"]
 
     def tokens(
-        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+        self, ids: list[int], max_new_tokens: int, sampling: SamplingOptions, result: Generation
     ) -> Generator[int, None, None]:
         """Generate, reusing the common prefix in the ranks' caches.
 
@@ -180,7 +169,7 @@ class RanksBackend:
         check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         limit, under_way = _AHEAD, False
-        start = first = time.perf_counter()
+        result.begin()
         try:
             with self._uninterrupted():
                 under_way = True
@@ -193,12 +182,7 @@ class RanksBackend:
                 if message["kind"] == "done":
                     under_way = False
                     return
-                now = time.perf_counter()
-                if not result.tokens:
-                    first = now
-                    result.prompt_seconds = now - start
-                result.decode_seconds = now - first
-                result.tokens.append(message["token"])
+                result.add(message["token"])
                 result.drafted, result.accepted = message["drafts"]
                 if limit < max_new_tokens:  # at max_new_tokens the ranks end by themselves
                     limit += 1
@@ -226,7 +210,7 @@ class RanksBackend:
         """Peak memory of each rank in bytes."""
         with self._uninterrupted():
             self._ranks.send("peak")
-            peaks = dict(self._ranks.next(self._ranks.patience) for _ in self._ranks.channels)
+            peaks = dict(self._ranks.next(self._ranks.timeout) for _ in self._ranks.channels)
         return [peaks[rank]["bytes"] for rank in sorted(peaks)]
 
     def beside(self) -> int:
@@ -237,7 +221,7 @@ class RanksBackend:
         self._closed = True
         self._held += 1  # defers Ctrl-C for good, as the ranks are being ended already
         try:
-            self._ranks.processes.end(FAREWELL)
+            self._ranks.processes.end(EXIT_GRACE)
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.native.loading_watch import STARTING
-from anyaccel.inference.ranks.gathered import FAREWELL, RankError
+from anyaccel.inference.ranks.channel import Channel
+from anyaccel.inference.ranks.control import EXIT_GRACE, RankError
 from anyaccel.inference.ranks.processes import GRACE, Processes
-from anyaccel.inference.ranks.wire import Channel
 
 if TYPE_CHECKING:
     from anyaccel.launch.cluster.callback import AgentListener
@@ -90,7 +90,7 @@ class HostProcesses(Processes):
         from anyaccel.launch.cluster.callback import AgentListener
         from anyaccel.launch.cluster.cluster import run_cluster
 
-        self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        self._timeout = env.ANYACCEL_COMM_TIMEOUT.get()
         places = [host.name for host in hosts for _ in host.slots]
         self._found: dict[int, Channel] = {}
         self._count = len(places)
@@ -104,7 +104,7 @@ class HostProcesses(Processes):
                 self._gather(listener)
             except BaseException:
                 self.channels = list(self._found.values())
-                self.end(FAREWELL)
+                self.end(EXIT_GRACE)
                 raise
             self.channels = [self._found[rank] for rank in sorted(self._found)]
         finally:
@@ -116,7 +116,7 @@ class HostProcesses(Processes):
             connection.close()
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._found[rank] = Channel(connection.detach(), self._patience)
+        self._found[rank] = Channel(connection.detach(), self._timeout)
 
     def _gather(self, listener: AgentListener) -> None:
         """Wait until all ranks have called back. The launcher has deadlines for hosts, and ends if a rank does.
@@ -124,7 +124,7 @@ class HostProcesses(Processes):
         Raises:
             RankError: the launcher has ended, or some ranks have not called long after the first one has.
         """
-        limit = max(self._patience, STARTING)
+        limit = max(self._timeout, STARTING)
         left = limit  # as in Ranks._wait, only time in which the ranks could run counts
         while len(self._found) < self._count:
             start = time.monotonic()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import _native, env
 from anyaccel.errors import AnyAccelError
-from anyaccel.inference.ranks.wire import Channel
+from anyaccel.inference.ranks.channel import Channel
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class Processes:
             time.sleep(0.005)
         return self._code
 
-    def end(self, patience: float) -> None:
+    def end(self, timeout: float) -> None:
         """End all ranks: they end when their sockets are closed, and the launcher ends those that do not."""
         for channel in self.channels:
             channel.close()
-        if self.wait(patience) is None:
+        if self.wait(timeout) is None:
             os.kill(self._pid, signal.SIGTERM)
             if self.wait(_END) is None:
                 os.kill(self._pid, signal.SIGKILL)  # the guardian of the launcher then ends what it has started
@@ -89,7 +89,7 @@ class RankProcesses(Processes):
     """
 
     def __init__(self, plan: LaunchPlan, module: str = "anyaccel.inference.ranks.rank") -> None:
-        patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        timeout = env.ANYACCEL_COMM_TIMEOUT.get()
         pairs = [socket.socketpair() for _ in plan.ranks]
         near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
 
@@ -107,7 +107,7 @@ class RankProcesses(Processes):
         super().__init__(start, far)
         for descriptor in far:
             os.close(descriptor)
-        self.channels = [Channel(descriptor, patience) for descriptor in near]
+        self.channels = [Channel(descriptor, timeout) for descriptor in near]
         self.names = [f"rank {rank}" for rank in range(len(near))]
 
 

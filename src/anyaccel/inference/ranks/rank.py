@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import _native, env
-from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
+from anyaccel.errors import AnyAccelError, PeerLostError
 from anyaccel.inference.native.loading_watch import STARTING
-from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.wire import Channel
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, RankPlace
+from anyaccel.inference.options import ModelOptions
+from anyaccel.inference.ranks.channel import Channel
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
@@ -59,12 +60,13 @@ def main(
     rank = int(os.environ["RANK"])
     try:
         try:
-            patience = env.ANYACCEL_COMM_TIMEOUT.get()
+            timeout = env.ANYACCEL_COMM_TIMEOUT.get()
             # The command sends the first message after it has started all ranks, for which it has deadlines.
-            told = channel.receive(2 * max(patience, STARTING))
-            beats = _native.Heartbeat(channel.descriptor, min(_BEAT_SECONDS, patience / 4))
+            first = channel.receive(2 * max(timeout, STARTING))
+            beats = _native.Heartbeat(channel.descriptor, min(_BEAT_SECONDS, timeout / 4))
             try:
-                model = _open(channel, rank, ModelOptions(**told["options"]), told["summary"], lacking)
+                options = ModelOptions(**first["options"])
+                model = _open(channel, rank, Path(first["model"]), options, first["summary"], lacking)
             finally:
                 beats.stop()  # while a chat waits for its user, nobody reads them
             (serve or _serve)(channel, rank, model)
@@ -78,7 +80,7 @@ def main(
 
 
 def _send_error(channel: Channel, error: Exception) -> None:
-    from anyaccel.inference.native.joining import OtherRankError
+    from anyaccel.inference.native.rendezvous import OtherRankError
 
     channel.send(
         kind="error",
@@ -90,12 +92,12 @@ def _send_error(channel: Channel, error: Exception) -> None:
 
 
 class _Screen:
-    """A Watcher that sends everything to the command, which shows it."""
+    """A Reporter that sends everything to the command, which shows it."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self._channel = channel
         self._rank = rank
-        self._told = 0.0
+        self._sent = 0.0
 
     def line(self, text: str) -> None:
         if self._rank == 0:
@@ -103,115 +105,81 @@ class _Screen:
 
     def progress(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total or now - self._told > _PROGRESS_SECONDS:
-            self._told = now
+        if done >= total or now - self._sent > _PROGRESS_SECONDS:
+            self._sent = now
             self._channel.send(kind="progress", done=done, total=total)
 
 
 def _open(
     channel: Channel,
     rank: int,
+    path: Path,
     options: ModelOptions,
     summary: str,
     lacking: Callable[[str], AnyAccelError] | None,
 ) -> Model:
     """Load this rank's part of the model, and connect it to the other ranks."""
-    from anyaccel.inference.ranks.loading import (
-        describe_accelerator,
-        executor_of,
+    from anyaccel.inference.opening import (
+        OwnCode,
+        accelerator_is_cpu,
+        accelerator_name,
+        choose_runtime,
         host_accelerator,
-        instead,
-        no_drafts,
-        open_engine,
+        open_model,
     )
+    from anyaccel.inference.ranks.backends import describe_accelerator, make_backend
+    from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.topology import read_machine
 
     screen = _Screen(channel, rank)
     host = host_accelerator(read_machine())
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(summary)
-    executor = executor_of(options, host is not None)
-    if options.pp > 1 and executor != "native":
-        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
-    if options.draft and executor == "device":
-        raise no_drafts(options, "runs on the CPU")
-    if executor:
-        from anyaccel.inference.spec.mapping import Unsupported
-
-        try:
-            if executor == "device":
-                return _open_device(rank, options, screen)
-            return _open_native(channel, rank, options, host[0] if host else "", screen)
-        except Unsupported as lack:  # raised on every rank, so all of them go on with the engine
-            if lacking is not None:
-                raise lacking(lack.feature) from None
-            if options.pp > 1:
-                raise UsageError(
-                    f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
-                ) from None
-            if options.draft:
-                raise no_drafts(options, f"has no {lack.feature}") from None
-            screen.line(instead(options, executor, lack.feature))
-    return open_engine(options, Path(options.model), screen)
+    on_cpu = host is not None or accelerator_is_cpu()
+    runtime = choose_runtime(options, on_cpu)
+    place = _place(channel, rank, options) if runtime == "native" else _group_place(options, on_cpu)
+    try:
+        opened = open_model(path, options, place, Callbacks(screen.progress, line=screen.line))
+    except Unsupported as lack:
+        raise lack if lacking is None else lacking(lack.feature) from None
+    if isinstance(opened, OwnCode):
+        if lacking is not None:
+            raise lacking(opened.feature)
+        place = _group_place(options, on_cpu)  # the model's own code talks through torch.distributed
+    return make_backend(path, opened, options, place, screen, None, host[0] if host else accelerator_name())
 
 
-def _open_native(
-    channel: Channel, rank: int, options: ModelOptions, accelerator: str, screen: _Screen
-) -> NativeBackend:
-    from anyaccel.inference.native.draft import attach, lacks_draft, say_if_useless
-    from anyaccel.inference.native.joining import together
-    from anyaccel.inference.ranks.backends import NativeBackend
-    from anyaccel.inference.ranks.loading import describe_weights, draft_options, loader
-    from anyaccel.inference.spec.mapping import Unsupported
-    from anyaccel.inference.text.tokenizer import end_tokens
+def _group_place(options: ModelOptions, on_cpu: bool) -> RankPlace:
+    from anyaccel.inference.hf.group import group_place
+
+    return group_place(options, on_cpu)
+
+
+def _place(channel: Channel, rank: int, options: ModelOptions) -> RankPlace:
+    """The place of a rank that talks to the others through the command until they have shared memory."""
+    from anyaccel.inference.native.rendezvous import connect_ranks
     from anyaccel.launch.cluster.machines import host_identity
+
+    if options.ranks == 1:
+        return RankPlace()
 
     def exchange(value: Any) -> list[Any]:
         channel.send(kind="say", value=value)
         # Without a deadline, as the slowest rank may load for long, and the command notices one that ends.
-        everybodys: list[Any] = channel.receive()["all"]
-        return everybodys
+        values: list[Any] = channel.receive()["all"]
+        return values
 
-    def load_together(model: ModelOptions) -> Any:
-        load = loader(model, screen.progress, rank, on_host=hosts.count(hosts[rank]))
-        if options.ranks == 1:
-            return load()
-        return together(exchange, load, anonymous=True, hosts=hosts, source=Path(model.model))
+    def connect(
+        load: Callable[[Callbacks], NativeModel], callbacks: Callbacks, source: Path | None, wire_dtype: str
+    ) -> NativeModel:
+        return connect_ranks(
+            exchange, lambda: load(callbacks), anonymous=True, hosts=hosts, source=source, wire_dtype=wire_dtype
+        )
 
     # Anonymous memory is shared through /proc, which needs a common pid namespace: one launcher starts all ranks of a
     # host.
-    hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.ranks > 1 else [""]  # noqa: PTH115
-    native = load_together(options)
-    describe_weights(native, screen)
-    if options.draft:
-        try:
-            draft = load_together(draft_options(options))
-        except Unsupported as lack:
-            raise lacks_draft(options.draft, lack.feature) from None
-        attach(native, draft)
-        say_if_useless(native, Path(options.draft).name, screen.line)
-    ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
-    return NativeBackend(native, None, ends, accelerator, options.dtype)
-
-
-def _open_device(rank: int, options: ModelOptions, screen: _Screen) -> NativeBackend:
-    from anyaccel.inference.hf.group import hosts_of, together, tp_group
-    from anyaccel.inference.ranks.backends import NativeBackend
-    from anyaccel.inference.ranks.loading import accelerator_name, describe_weights, device_loader
-    from anyaccel.inference.text.tokenizer import end_tokens
-
-    path = Path(options.model)
-    group, place = tp_group(options.tp, options.asked)
-    hosts = hosts_of(group)
-    on_host = hosts.count(hosts[place]) if hosts else 1
-
-    def load(told: Callable[[int, int], object] | None) -> Any:
-        return device_loader(options, told or screen.progress, place, None, group, on_host)()
-
-    native = together(group, load, hosts, path, progress=screen.progress)
-    describe_weights(native, screen)
-    ends = end_tokens(native.generation_config, native.config, path, note=rank == 0)
-    return NativeBackend(native, None, ends, accelerator_name(), options.dtype, "device")
+    hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid"))  # noqa: PTH115
+    return RankPlace(rank, hosts.count(hosts[rank]), connect=connect)
 
 
 def _serve(channel: Channel, rank: int, backend: Model) -> None:
@@ -237,17 +205,17 @@ def _serve(channel: Channel, rank: int, backend: Model) -> None:
 
 
 def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]) -> None:
-    from anyaccel.inference.generate import Generation, Sampling
+    from anyaccel.inference.generate import Generation, SamplingOptions
 
     backend.ends = message["ends"]
     limit, wanted = message["limit"], message["max_new_tokens"]
     stopped, count = False, 0
     result = Generation()
-    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), result)
+    tokens = backend.tokens(message["ids"], wanted, SamplingOptions(**message["sampling"]), result)
     while True:
         while limit <= count < wanted and not stopped:
-            told = channel.receive()
-            limit, stopped = max(limit, told["limit"]), told["kind"] == "stop"
+            update = channel.receive()
+            limit, stopped = max(limit, update["limit"]), update["kind"] == "stop"
         if stopped and count >= limit:
             break
         token = next(tokens, None)

@@ -13,6 +13,8 @@ from typing import Literal
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
 
+PAGE = 64  # tokens of a block of the key/value cache; kPageTokens in csrc/llm/attention/attention.h
+
 _EXPERT = "experts.0."  # how `_llm` names what every expert of a layer has
 _Wanted = list[tuple[str, int, int]]  # name, rows, columns
 
@@ -186,7 +188,7 @@ class DecoderSpec:
         max_tokens: the longest context; 0: no limit of its own (ALiBi).
         rank, size: of tensor parallelism. `shard` divides a whole spec.
         vocab_first, vocab_count: the rows of embedding and head that this rank has.
-        stage, stages: of pipeline parallelism; `stage_of` divides a spec.
+        stage, stages: of pipeline parallelism; `stage_spec` divides a spec.
         first_layer: the number of the first of `layers`, which the names of weights have.
     """
 

@@ -16,10 +16,11 @@ class Unsupported(ModelError):
     Args:
         feature: what is lacking, with the value that asks for it, for example ``"hidden_act 'tanh'"``.
         runtime: which of the two was asked.
+        advice: what the user can do.
     """
 
-    def __init__(self, feature: str, runtime: str = "native") -> None:
-        super().__init__(f"the {runtime} runtime has no {feature}")
+    def __init__(self, feature: str, runtime: str = "native", advice: str = "") -> None:
+        super().__init__(f"the {runtime} runtime has no {feature}{'; ' if advice else ''}{advice}")
         self.feature = feature
 
 

@@ -188,7 +188,10 @@ def _tools(request: ResponsesRequest) -> list[Tool]:
 
 
 class ResponsesGeneration:
-    """Answers one request that has been checked; see `PreparedRequest`. The events of its stream also build the response."""
+    """Answers one request that has been checked; see `PreparedRequest`.
+
+    The events of its stream also build the response.
+    """
 
     def __init__(
         self, frontend: Frontend, request: ResponsesRequest, prompt: Prompt, max_tokens: int, key: str

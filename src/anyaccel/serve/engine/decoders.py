@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel import host_memory
 from anyaccel.errors import UsageError
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.facts import (
     ONLY_ALONE,
     ONLY_NATIVE,
@@ -22,15 +23,14 @@ from anyaccel.serve.engine.facts import (
     shares_prefixes,
     with_own_ends,
 )
-from anyaccel.serve.engine.pages import PAGE
 from anyaccel.serve.engine.slots import Slots
 from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
-    from anyaccel.inference.ranks.loading import Watcher
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
     from anyaccel.serve.engine.settings import EngineSettings
 
 
@@ -64,14 +64,15 @@ class LocalDecoder:
 
 
 def open_decoder(
+    path: Path,
     options: ModelOptions,
-    screen: Watcher,
+    screen: Reporter,
     settings: EngineSettings,
     tokenizer: Any = None,
     check: Callable[[], object] | None = None,
     replica: int = 0,
 ) -> StepDecoder:
-    """Load the model that the options name.
+    """Load a model.
 
     Args:
         tokenizer: of the model, where the caller has it already.
@@ -82,57 +83,43 @@ def open_decoder(
         UsageError: it is not one of those that DecoderSpec has, or does not fit the settings.
         AnyAccelError: it cannot be read.
     """
-    from anyaccel.inference.native.draft import check_draft_path
-    from anyaccel.inference.ranks.loading import (
-        check_same_tokens,
-        describe_accelerator,
-        describe_weights,
-        device_loader,
-        host_accelerator,
-        load_draft,
-        loader,
-        no_drafts,
-        runs_on_host,
-    )
+    from anyaccel.inference.checkpoints.model_path import check_decoder_only
+    from anyaccel.inference.native.runtime import Callbacks, RankPlace
+    from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, choose_runtime, host_accelerator, open_model
+    from anyaccel.inference.ranks.backends import describe_accelerator, describe_weights
     from anyaccel.inference.spec.mapping import Unsupported
-    from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
+    from anyaccel.inference.text.tokenizer import end_tokens
     from anyaccel.topology import read_machine
 
+    check_decoder_only(path)
     machine = read_machine()
     host = host_accelerator(machine)
-    alone = options.ranks == 1 and settings.replicas == 1
-    on_host = host is not None or runs_on_host()
-    on_device = options.runtime == "device" or not on_host
+    on_cpu = host is not None or accelerator_is_cpu()
     if options.runtime in ("torch", "plain"):
         raise UsageError(f"--runtime {options.runtime}: {ONLY_NATIVE}; anyaccel generate has the others")
-    if options.runtime == "native" and not on_host:
-        raise UsageError("--runtime native: it runs on the host's own processor; set DS_ACCELERATOR=cpu to use it")
-    if not on_host and settings.replicas > 1:
+    choose_runtime(options, on_cpu)  # or it is refused before ranks are started
+    if not on_cpu and settings.replicas > 1:
         raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
-    cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_host else 0)
-    options = replace(options, cache_bytes=cache_bytes // settings.replicas)
-    if options.draft and on_device:
-        raise no_drafts(options, "runs on the CPU")
-    if not alone:
-        if options.draft:
-            check_draft_path(Path(options.draft))
-            check_same_tokens(options, tokenizer or load_text_tokenizer(Path(options.model)))
+    cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_cpu else 0)
+    options = replace(options, cache_bytes=cache_bytes // settings.replicas // options.ranks)
+    if options.ranks > 1 or settings.replicas > 1:
         from anyaccel.serve.engine.ranks import RanksDecoder
 
-        return RanksDecoder(options, screen, settings, tokenizer, replica)
+        return RanksDecoder(path, options, screen, settings, tokenizer, replica)
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(f"topology: {machine.summary()}")
     try:
-        native = (device_loader if on_device else loader)(options, screen.progress, check=check)()
+        native = open_model(path, options, RankPlace(on_cpu=on_cpu), Callbacks(screen.progress, check, screen.line))
     except Unsupported as lack:
         raise lacking(lack.feature) from None
+    if isinstance(native, OwnCode):
+        raise lacking(native.feature)
     describe_weights(native, screen)
-    if options.draft:
-        load_draft(options, native, tokenizer or load_text_tokenizer(Path(options.model)), screen, check)
-    path, spec = Path(options.model), native.whole_spec
+    spec = native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = context_of(native.spec.max_tokens, settings)
     decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
+    on_device = native.runtime == "device"
     where = "one process and its accelerator" if on_device else f"one process of {native.model.threads} threads"
     plan = plan_line(decoder, where, options, settings)
     decoder.facts = replace(decoder.facts, plan=plan)

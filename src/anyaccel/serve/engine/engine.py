@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
@@ -40,8 +41,8 @@ from anyaccel.serve.interface import (
 )
 
 if TYPE_CHECKING:
-    from anyaccel.inference.ranks.loading import Watcher
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +448,11 @@ def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
 
 
 def open_engine(
-    options: ModelOptions, screen: Watcher, settings: EngineSettings | None = None, tokenizer: Any = None
+    path: Path,
+    options: ModelOptions,
+    screen: Reporter,
+    settings: EngineSettings | None = None,
+    tokenizer: Any = None,
 ) -> ServingEngine | Replicas:
     """Load a model and begin to serve it.
 
@@ -467,9 +472,9 @@ def open_engine(
     def one(replica: int) -> ServingEngine:
         watcher = screen if replica == 0 else Silent()
         return ServingEngine(
-            lambda check: open_decoder(options, watcher, chosen, tokenizer, check, replica),
+            lambda check: open_decoder(path, options, watcher, chosen, tokenizer, check, replica),
             chosen,
-            GrammarCompiler(options.model, tokenizer),
+            GrammarCompiler(str(path), tokenizer),
         )
 
     if chosen.replicas == 1:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.engine.pages import PAGE
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.options import ModelOptions
     from anyaccel.serve.engine.settings import EngineSettings
 
 ONLY_NATIVE = "anyaccel serve has models of the native and the device runtime only"

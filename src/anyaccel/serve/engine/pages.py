@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-PAGE = 64  # tokens; kPageTokens in csrc/llm/attention/attention.h
+from anyaccel.inference.spec.decoder import PAGE
 
 
 def count_pages(tokens: int) -> int:

@@ -7,14 +7,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from anyaccel.inference.ranks.rank import main
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.facts import lacking, shares_prefixes
-from anyaccel.serve.engine.pages import PAGE
 from anyaccel.serve.engine.slots import Slots
 from anyaccel.serve.engine.step import StepInput
 
 if TYPE_CHECKING:
+    from anyaccel.inference.ranks.channel import Channel
     from anyaccel.inference.ranks.rank import Model
-    from anyaccel.inference.ranks.wire import Channel
 
 
 def serve(channel: Channel, rank: int, backend: Model) -> None:

@@ -6,15 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
+from anyaccel.inference.ranks.control import EXIT_GRACE, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 from anyaccel.serve.engine.facts import check_pages, context_of, limited, plan_line, with_own_ends
 from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
-    from anyaccel.inference.ranks.loading import Watcher
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
     from anyaccel.serve.engine.settings import EngineSettings
 
 
@@ -24,12 +24,18 @@ class RanksDecoder:
     multi_step = False  # each step is sent to all ranks
 
     def __init__(
-        self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
+        self,
+        path: Path,
+        options: ModelOptions,
+        screen: Reporter,
+        settings: EngineSettings,
+        tokenizer: Any = None,
+        replica: int = 0,
     ) -> None:
-        plan, summary = plan_ranks(options.ranks, replica, settings.replicas, options.asked)
+        plan, summary = plan_ranks(options.ranks, replica, settings.replicas, options.rank_options)
         self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.engine.rank"))
         try:
-            self._ranks.load(options, summary)
+            self._ranks.load(path, options, summary)
             said = self._ranks.loaded(screen)
             self.page_bytes = sum(each["page_bytes"] for each in said)
             self.cache_pages = min(each["cache_pages"] for each in said)
@@ -39,7 +45,7 @@ class RanksDecoder:
             raise
         first = said[0]
         self.shares = first["shares"]
-        ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
+        ends = with_own_ends(first["ends"], path, tokenizer)
         count = f"{options.ranks} ranks" if options.ranks > 1 else "one process"
         where = f"{count} of {first['threads']} threads" if first["threads"] else f"{count} with a device each"
         facts = ModelFacts(
@@ -66,4 +72,4 @@ class RanksDecoder:
             raise self._ranks.lost()
 
     def close(self) -> None:
-        self._ranks.processes.end(FAREWELL)
+        self._ranks.processes.end(EXIT_GRACE)

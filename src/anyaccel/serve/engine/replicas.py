@@ -11,7 +11,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
-from anyaccel.serve.engine.pages import PAGE, CachedSequence
+from anyaccel.inference.spec.decoder import PAGE
+from anyaccel.serve.engine.pages import CachedSequence
 from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from anyaccel.serve.engine.pages import PAGE, CachedSequence, PageTable, count_pages
+from anyaccel.inference.spec.decoder import PAGE
+from anyaccel.serve.engine.pages import CachedSequence, PageTable, count_pages
 from anyaccel.serve.engine.queue import FairQueue
 from anyaccel.serve.engine.rates import Rates
 from anyaccel.serve.engine.step import CacheChange, End, StepPlan

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
-from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.options import ModelOptions
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.listening import origin_of
 
@@ -136,7 +136,7 @@ class ServeOptions(BaseModel):
 
     def model_options(self) -> ModelOptions:
         """The options of the model."""
-        return ModelOptions(str(self.path()), self.dtype, self.group_size, self.kv_cache, 0, self.tp)
+        return ModelOptions(self.dtype, self.group_size, self.kv_cache, tp=self.tp)
 
     def engine_settings(self) -> EngineSettings:
         """The settings of a replica's engine. Its queue never refuses, since a replica's open requests are bounded."""

@@ -66,10 +66,11 @@ class Replica:
     def __init__(self, options: ServeOptions) -> None:
         self._closed = True  # until there is an engine
         self._lease = _take_cores(options.cpus)
-        model = options.model_options()
         screen = _Log()
         tokenizer = load_text_tokenizer(options.path(), screen.line)
-        self._engine = open_engine(model, screen, options.engine_settings(), tokenizer)
+        self._engine = open_engine(
+            options.path(), options.model_options(), screen, options.engine_settings(), tokenizer
+        )
         self._closed = False
         for line in self._engine.facts.plan:
             logger.info(line)

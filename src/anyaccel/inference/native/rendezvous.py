@@ -30,12 +30,12 @@ _NOTES = frozenset(("_name_or_path", "transformers_version"))
 
 
 class OtherRankError(ModelError):
-    """What went wrong on another rank, told to this one."""
+    """What went wrong on another rank."""
 
 
-def together(
+def connect_ranks(
     exchange: Exchange,
-    work: Callable[[], NativeModel],
+    load: Callable[[], NativeModel],
     *,
     anonymous: bool = False,
     hosts: Sequence[str] = (),
@@ -46,7 +46,7 @@ def together(
 
     Args:
         exchange: a collective call among the ranks.
-        work: loads this rank's part.
+        load: loads this rank's part.
         anonymous: the ranks see each other's process ids, so that their shared memory needs no name in /dev/shm, where
             a rank that is killed just then would leave it.
         hosts: the host of each rank, by any name that is equal for ranks which can share memory; () for one host.
@@ -63,7 +63,7 @@ def together(
     native = None
     card: list[Any] = ["", 0, "", {}, ""]
     try:
-        native = work()
+        native = load()
         numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         addresses = addresses_for_others() if len(set(numbers)) > 1 else []
         wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
@@ -74,14 +74,14 @@ def together(
         card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files, transport]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
-    told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
-    lacks = [feature for _, _, feature in told if feature]
-    if lacks and len(lacks) == sum(bool(text) for _, text, _ in told):
+    answers = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
+    lacks = [feature for _, _, feature in answers if feature]
+    if lacks and len(lacks) == sum(bool(text) for _, text, _ in answers):
         raise Unsupported(lacks[0])  # each rank raises it, so that none waits for the others
-    _raise_any(error, [text for _, text, _ in told])
+    _raise_any(error, [text for _, text, _ in answers])
     assert native is not None
     model = native.model
-    cards = [other for other, _, _ in told]
+    cards = [other for other, _, _ in answers]
     _compare(source, [files for *_, files, _ in cards])
     _check_transports([transport.partition(":")[0] for *_, transport in cards])
     try:
@@ -137,9 +137,9 @@ def _text(error: BaseException | None) -> str:
     return "" if error is None else str(error) or type(error).__name__
 
 
-def _raise_any(own: BaseException | None, told: list[Any]) -> None:
+def _raise_any(own: BaseException | None, texts: list[Any]) -> None:
     if own is not None:
         raise own
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(texts):
         if text:
             raise OtherRankError(f"rank {rank}: {text}")

@@ -5,26 +5,34 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
 from anyaccel.inference.native.loading_watch import LoadingWatch
-from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.processes import Processes
 
 if TYPE_CHECKING:
-    from anyaccel.inference.ranks.loading import Watcher
-    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
     from anyaccel.launch import LaunchPlan
 
 # Seconds in which ranks report errors or end by themselves, and in which the launcher notices that a rank has ended.
-FAREWELL = 0.5
+EXIT_GRACE = 0.5
 _NOTICE = 5.0
 _SLICE = 1.0  # seconds of one poll() of a longer wait
+# A step may take _LEAST_S plus _TIMES its expected time. _TOKEN_S is the expected time of a token before the first
+# step: enough for 70 billion parameters at 28 GFLOP/s.
+_LEAST_S = 60.0
+_TIMES = 20.0
+_TOKEN_S = 0.25
+# The same for a step that counts as late: it may still end, but requests should go elsewhere if possible.
+_LATE_LEAST_S = 5.0
+_LATE_TIMES = 4.0
 
 
 class RankError(AnyAccelError):
@@ -88,6 +96,40 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") ->
     return plan, f"topology: {whole.summary()}\n{plan.render()}"
 
 
+class StepDeadline:
+    """Derives deadlines from the longest step so far, in proportion for a step with more tokens than any before it."""
+
+    def __init__(self) -> None:
+        self._longest_s = _TOKEN_S
+        self._most = 1
+        self._late_from = float("inf")
+
+    def seconds(self, tokens: int) -> float:
+        """The seconds after which a step of so many tokens counts as hanging."""
+        return _LEAST_S + _TIMES * self._expected(tokens)
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Learn from a step that has ended."""
+        self._longest_s = max(self._longest_s, seconds)
+        self._most = max(self._most, tokens)
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[float]:
+        """A context for waiting for a step; yields its deadline in seconds. A step that fails stays late."""
+        start = time.monotonic()
+        self._late_from = start + _LATE_LEAST_S + _LATE_TIMES * self._expected(tokens)
+        yield self.seconds(tokens)
+        self._late_from = float("inf")
+        self.took(tokens, time.monotonic() - start)
+
+    def late(self) -> bool:
+        """Whether the step under way takes much longer than those before it; may be called in any thread."""
+        return time.monotonic() > self._late_from
+
+    def _expected(self, tokens: int) -> float:
+        return self._longest_s * max(1.0, tokens / self._most)
+
+
 class Ranks:
     """The ranks, as seen by the process that has started them.
 
@@ -100,8 +142,8 @@ class Ranks:
     ) -> None:
         self.processes = processes
         self.channels = processes.channels
-        self.patience = env.ANYACCEL_COMM_TIMEOUT.get()
-        self.steps = Patience()
+        self.timeout = env.ANYACCEL_COMM_TIMEOUT.get()
+        self.steps = StepDeadline()
         self._uninterrupted = uninterrupted
 
     def send(self, kind: str, **message: Any) -> None:
@@ -111,11 +153,11 @@ class Ranks:
         except (BrokenPipeError, ConnectionResetError):
             raise self.lost() from None
 
-    def next(self, patience: float | None = None, watch: LoadingWatch | None = None) -> tuple[int, dict[str, Any]]:
+    def next(self, timeout: float | None = None, watch: LoadingWatch | None = None) -> tuple[int, dict[str, Any]]:
         """The next message of any rank, with the rank.
 
         Args:
-            patience: seconds to wait; None: no limit, as the ranks have deadlines among themselves.
+            timeout: seconds to wait; None: no limit, as the ranks have deadlines among themselves.
             watch: tells of ranks that load which of them hangs.
 
         Raises:
@@ -129,7 +171,7 @@ class Ranks:
                     if message["kind"] == "error":
                         self._fail(rank, message)
                     return rank, message
-            self._wait(patience, watch)
+            self._wait(timeout, watch)
 
     def outcome(self, tokens: int, *kinds: str) -> dict[str, Any]:
         """The next message of one of these kinds, after a step of so many tokens.
@@ -145,13 +187,13 @@ class Ranks:
                 raise RankError(f"a rank hangs: no step has ended within {seconds:.0f} s; is it stopped?") from None
         return message
 
-    def _wait(self, patience: float | None, watch: LoadingWatch | None = None) -> None:
+    def _wait(self, timeout: float | None, watch: LoadingWatch | None = None) -> None:
         poller = select.poll()
         for channel in self.channels:
             poller.register(channel.descriptor, select.POLLIN)
         ready: set[int] = set()
-        left = float("inf") if patience is None else patience
-        slice_s = _SLICE if watch is None else min(_SLICE, self.patience / 4)
+        left = float("inf") if timeout is None else timeout
+        slice_s = _SLICE if watch is None else min(_SLICE, self.timeout / 4)
         # In slices, so that only time in which the ranks could run counts: if a container with this process and the
         # ranks is paused for hours, they lose one slice. It also notices the end of the launcher, as a host that is
         # gone does not close its connections.
@@ -167,7 +209,7 @@ class Ranks:
                 self._look(watch, min(own, time.monotonic() - start))
                 return
         if not ready:
-            raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
+            raise CommTimeoutError(f"no rank has said anything for {timeout:g} s (ANYACCEL_COMM_TIMEOUT)")
         self._pump(ready)
 
     def _look(self, watch: LoadingWatch, seconds: float) -> None:
@@ -197,36 +239,36 @@ class Ranks:
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
         """Raise the error of the rank that has failed, not one that only reports the failure of another rank."""
-        said = {rank: message} if message else {}
-        deadline = time.monotonic() + FAREWELL
+        errors = {rank: message} if message else {}
+        deadline = time.monotonic() + EXIT_GRACE
         channels = dict(enumerate(self.channels))
-        while len(said) < len(self.channels) and time.monotonic() < deadline and channels:
+        while len(errors) < len(self.channels) and time.monotonic() < deadline and channels:
             for other, channel in list(channels.items()):
                 try:
                     channel.pump()
                 except EOFError:
                     del channels[other]
-                while told := channel.next():
-                    if told["kind"] == "error":
-                        said.setdefault(other, told)
+                while (late := channel.next()) is not None:
+                    if late["kind"] == "error":
+                        errors.setdefault(other, late)
             time.sleep(0.005)
-        own = {rank: told for rank, told in said.items() if told["own"] and not told["lost"]}
+        own = {rank: each for rank, each in errors.items() if each["own"] and not each["lost"]}
         if not own and self.processes.wait(_NOTICE) is not None:
             raise self.lost()
-        if not said:
+        if not errors:
             raise RankError("a rank does not answer any more; run the command again")
-        chosen = own or said
+        chosen = own or errors
         first = min(chosen)
         text = chosen[first]["text"]
-        same_on_all = len(chosen) == len(self.channels) and len({told["text"] for told in chosen.values()}) == 1
+        same_on_all = len(chosen) == len(self.channels) and len({each["text"] for each in chosen.values()}) == 1
         where = "" if same_on_all or not chosen[first]["own"] else f"{self.processes.names[first]}: "
         raise RankError(where + text, chosen[first]["exit_code"])
 
-    def load(self, options: ModelOptions, summary: str) -> None:
+    def load(self, path: Path, options: ModelOptions, summary: str) -> None:
         """Make the ranks start to load; `summary` describes machine and plan, for the screen."""
-        self.send("options", options=asdict(options), summary=summary)
+        self.send("options", model=str(path), options=asdict(options), summary=summary)
 
-    def loaded(self, screen: Watcher) -> list[dict[str, Any]]:
+    def loaded(self, screen: Reporter) -> list[dict[str, Any]]:
         """Show the ranks' progress, let them meet, and return the "ready" message of each.
 
         Raises:
@@ -235,7 +277,7 @@ class Ranks:
         said: dict[int, Any] = {}
         ready: dict[int, dict[str, Any]] = {}
         done: dict[int, tuple[int, int]] = {}
-        watch = LoadingWatch(self.processes.names, self.patience)
+        watch = LoadingWatch(self.processes.names, self.timeout)
         while len(ready) < len(self.channels):
             rank, message = self.next(watch=watch)
             what = message["kind"]
@@ -253,7 +295,7 @@ class Ranks:
                     everybodys = [said[each] for each in sorted(said)]
                     said.clear()
                     self.send("all", all=everybodys)
-                    watch.goes_on()
+                    watch.resume()
             elif what == "ready":
                 ready[rank] = message
                 watch.loaded(rank)

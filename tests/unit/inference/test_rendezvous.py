@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.native.joining import OtherRankError, together
+from anyaccel.inference.native.rendezvous import OtherRankError, connect_ranks
 from anyaccel.inference.spec.mapping import Unsupported
 
 
@@ -57,32 +57,35 @@ def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
     space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     for there, pid in ((space, 7), ("pid:[1]", 0)):
         native: Any = Native()
-        assert together(with_other([["theirs", 7, there, {}, ""], "", ""], ""), lambda native=native: native) is native
+        assert (
+            connect_ranks(with_other([["theirs", 7, there, {}, ""], "", ""], ""), lambda native=native: native)
+            is native
+        )
         assert native.model.calls == [(False, [], False), (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
 
 
 def test_an_error_of_one_rank_is_the_error_of_all() -> None:
     card = ["", 0, "", {}, ""]
     with pytest.raises(OtherRankError, match="rank 1: no such weights"):
-        together(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="mine") as caught:
-        together(with_other([card, "theirs", ""]), refuse(ModelError("mine")))
+        connect_ranks(with_other([card, "theirs", ""]), refuse(ModelError("mine")))
     assert not isinstance(caught.value, OtherRankError)
     with pytest.raises(OtherRankError, match="rank 1: cannot be mapped"):
-        together(with_other([card, "", ""], "cannot be mapped"), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other([card, "", ""], "cannot be mapped"), Native)  # type: ignore[arg-type]
 
 
 def test_what_one_rank_cannot_run_natively_none_does_unless_there_is_an_error() -> None:
     card = ["", 0, "", {}, ""]
     with pytest.raises(Unsupported) as caught:
-        together(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
     assert caught.value.feature == "x"
     with pytest.raises(OtherRankError, match="rank 1: damaged"):
-        together(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(Unsupported):
-        together(with_other([["theirs", 7, "", {}, ""], "", ""]), refuse(Unsupported("y")))
+        connect_ranks(with_other([["theirs", 7, "", {}, ""], "", ""]), refuse(Unsupported("y")))
     with pytest.raises(Unsupported):  # its own; the other rank has an error and raises that
-        together(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
+        connect_ranks(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
 
 
 def copy(folder: Path, values: bytes = b"some values", theta: int = 1, note: str = "") -> Path:
@@ -103,7 +106,7 @@ def told_by(folder: Path, other: list[Any] | None = None) -> list[Any]:
         told.append(mine)
         return [mine if other is None or len(told) > 1 else other, mine]
 
-    assert together(exchange, lambda: native, hosts=["a", "b"], source=folder) is native
+    assert connect_ranks(exchange, lambda: native, hosts=["a", "b"], source=folder) is native
     return list(told[0])
 
 

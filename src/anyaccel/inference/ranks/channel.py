@@ -25,16 +25,16 @@ class Channel:
     """One end of a socket pair.
 
     Args:
-        patience: seconds in which a peer must read a message.
+        timeout: seconds in which a peer must read a message.
 
     Attributes:
         heard: whether the peer has sent anything since this was set to False.
         worked: the same of its having worked, which its heartbeat tells.
     """
 
-    def __init__(self, descriptor: int, patience: float) -> None:
+    def __init__(self, descriptor: int, timeout: float) -> None:
         self.descriptor = descriptor
-        self._patience = patience
+        self._timeout = timeout
         self._messages: deque[dict[str, Any]] = deque()
         self._rest = b""
         self.heard = self.worked = False
@@ -55,24 +55,24 @@ class Channel:
             CommTimeoutError: it does not read.
         """
         data = memoryview(json.dumps(message).encode() + b"\n")
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while data:
             try:
                 data = data[os.write(self.descriptor, data) :]
             except BlockingIOError:
                 _wait(self.descriptor, select.POLLOUT, deadline, "does not read what it is told")
 
-    def receive(self, patience: float | None = None) -> dict[str, Any]:
+    def receive(self, timeout: float | None = None) -> dict[str, Any]:
         """The next message.
 
         Args:
-            patience: seconds to wait for it; None: no limit.
+            timeout: seconds to wait for it; None: no limit.
 
         Raises:
             EOFError: the peer is gone.
             CommTimeoutError: no message has come in time.
         """
-        deadline = None if patience is None else time.monotonic() + patience
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self._messages:
             if not self.pump():
                 _wait(self.descriptor, select.POLLIN, deadline, "says nothing")

@@ -15,7 +15,7 @@ class Abandoned(BaseException):
     """Ends work that nobody waits for any more. It is not an Exception, so that the work does not catch it."""
 
 
-class Beside:
+class BackgroundTask:
     """Work in a second thread, such as reading weights while the tokenizer is read.
 
     As a context manager it waits for the end of the thread, whatever ends the block, and cancels the work, which has to
@@ -32,7 +32,7 @@ class Beside:
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> BackgroundTask:
         return self
 
     def __exit__(
