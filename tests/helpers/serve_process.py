@@ -80,7 +80,7 @@ def main() -> None:
                 await asyncio.Event().wait()
             await super().close()
 
-    settings = listening.Settings(
+    settings = listening.ServerSettings(
         port=options.port,
         keys=tuple(options.key),
         drain_seconds=options.drain_seconds,

@@ -28,7 +28,7 @@ from anyaccel.inference.checkpoints.model_path import check_decoder_only
 from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
-from anyaccel.serve.listening import Settings
+from anyaccel.serve.listening import ServerSettings
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defau
     )
 
 
-def _announce(settings: Settings, screen: Screen, tokenizer: Any, port: int) -> None:
+def _announce(settings: ServerSettings, screen: Screen, tokenizer: Any, port: int) -> None:
     where = listening.address(settings, port)
     screen.line(f"serving: {where}/v1" + (f", with a page to chat at {where}/" if settings.page else ""))
     screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
@@ -268,13 +268,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--api-key and --served-model-name: must not be empty")
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> ServerSettings:
     given = ANYACCEL_API_KEY.get()
-    return Settings(
+    return ServerSettings(
         host=options.host,
         port=options.port,
         keys=(*options.api_key, *([given] if given else [])),
-        origins=tuple(map(listening.origin_of, options.allowed_origins)),
+        origins=tuple(map(listening.parse_origin, options.allowed_origins)),
         root_path=options.root_path,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,

@@ -19,7 +19,7 @@ from anyaccel.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """How to serve; see `anyaccel serve --help`."""
 
     host: str = "127.0.0.1"
@@ -35,7 +35,7 @@ class Settings:
     json_logs: bool = False
 
 
-def check(settings: Settings) -> None:
+def check(settings: ServerSettings) -> None:
     """Check the settings before a model is loaded.
 
     Raises:
@@ -70,7 +70,7 @@ def check(settings: Settings) -> None:
         raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")
 
 
-def origin_of(given: str) -> str:
+def parse_origin(given: str) -> str:
     """A site as browsers name it: in lower case, and without its scheme's own port; "*" stays.
 
     Raises:
@@ -89,9 +89,9 @@ def origin_of(given: str) -> str:
             f"--allowed-origins {given}: must be one site as in https://chat.example.com, without a path; "
             "the option may be given several times, and * means all sites"
         )
-    shown = f"[{host}]" if ":" in (host or "") else host
-    own = {"http": 80, "https": 443}.get(scheme)
-    return f"{scheme}://{shown}" if port in (None, own) else f"{scheme}://{shown}:{port}"
+    name = f"[{host}]" if ":" in (host or "") else host
+    default = {"http": 80, "https": 443}.get(scheme)
+    return f"{scheme}://{name}" if port in (None, default) else f"{scheme}://{name}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,31 +101,31 @@ def bind(host: str, port: int) -> socket.socket:
         UsageError: the address cannot be bound.
     """
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        taken = socket.socket(family, kind, protocol)
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
+        bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise UsageError(f"--host {host}: {error.strerror or error}") from None
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
-        taken.bind(address)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        bound.bind(address)
         # Without this another server could bind the same address until one of them listens, and then fail.
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
-        taken.close()
+        bound.close()
         advice = {
             errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
             errno.EACCES: "choose a --port from 1024 on",
         }.get(error.errno or 0, "choose another --port")
         raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; {advice}") from None
-    return taken
+    return bound
 
 
-def before_listening(taken: socket.socket) -> None:
+def before_listening(bound: socket.socket) -> None:
     """Let the next server bind the address at once: closed connections would block it for a minute."""
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def is_reachable(host: str) -> bool:
@@ -136,7 +136,7 @@ def is_reachable(host: str) -> bool:
         return host != "localhost"
 
 
-def address(settings: Settings, port: int) -> str:
+def address(settings: ServerSettings, port: int) -> str:
     """The server's URL for a user of this machine."""
     host = settings.host
     if host in ("0.0.0.0", "::", ""):
@@ -145,23 +145,23 @@ def address(settings: Settings, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
 
 
-def curl(settings: Settings, port: int, chats: bool) -> str:
+def curl(settings: ServerSettings, port: int, chats: bool) -> str:
     """A curl command that sends a request to the server, for the user to copy."""
     words = ["curl", f"{address(settings, port)}/v1/{'chat/' if chats else ''}completions"]
     if settings.ssl_certfile:
         words += ["--cacert", settings.ssl_certfile]
     words += ["-H", "Content-Type: application/json"]
-    asked: dict[str, Any] = (
+    body: dict[str, Any] = (
         {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         if chats
         else {"prompt": "The sky is blue, as"}
     )
-    line = shlex.join([*words, "-d", json.dumps({**asked, "max_tokens": 64})])
+    line = shlex.join([*words, "-d", json.dumps({**body, "max_tokens": 64})])
     # The shell inserts the key, so that it is in no history.
     return f'{line} -H "Authorization: Bearer $ANYACCEL_API_KEY"' if settings.keys else line
 
 
-def warnings_of(settings: Settings) -> Sequence[str]:
+def warnings_of(settings: ServerSettings) -> Sequence[str]:
     """Warnings about who can reach the server."""
     if not is_reachable(settings.host) or settings.keys:
         return []

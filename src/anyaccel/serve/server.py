@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ import uvloop
 from anyaccel.serve.api.application import application
 from anyaccel.serve.api.connection import bounded
 from anyaccel.serve.interface import Engine
-from anyaccel.serve.listening import Settings, before_listening
+from anyaccel.serve.listening import ServerSettings, before_listening
 from anyaccel.serve.requests.frontend import Frontend
 
 _CONNECTIONS = 1000  # open at once; more get status 503
@@ -33,44 +32,35 @@ _CLOSING = 10.0  # seconds for closing the engine, which a rank that hangs would
 logger = logging.getLogger("anyaccel.serve")
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """Formats each record as one line with a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
-@contextlib.contextmanager
-def logs(settings: Settings) -> Iterator[None]:
-    """Write uvicorn's log and ours to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if settings.json_logs else logging.Formatter("%(levelname)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("uvicorn", "anyaccel.serve")]
-    before = [(each, each.level, each.propagate, list(each.handlers)) for each in loggers]
-    for each in loggers:
-        each.setLevel(settings.log_level.upper())
-        each.handlers[:] = [handler]
-        each.propagate = False
+def _log_config(settings: ServerSettings) -> dict[str, Any]:
+    """uvicorn's log and ours go to standard error, in the form of `logging.config.dictConfig`."""
+    level = logging.getLevelName(settings.log_level.upper())
+    formatter = {"()": _JsonFormatter} if settings.json_logs else {"format": "%(levelname)s: %(message)s"}
+    logger = {"handlers": ["stderr"], "level": level, "propagate": False}
     # We report the start ourselves, so uvicorn's messages about it are left out.
-    own = logging.getLogger("uvicorn.error")
-    own_level = own.level
-    own.setLevel(max(logging.WARNING, logging.getLevelName(settings.log_level.upper())))
-    try:
-        yield
-    finally:
-        own.setLevel(own_level)
-        for each, level, propagate, handlers in before:
-            each.setLevel(level)
-            each.propagate = propagate
-            each.handlers[:] = handlers
+    own = {"level": max(logging.WARNING, level)}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": formatter},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {"uvicorn": logger, "uvicorn.error": own, "anyaccel.serve": logger},
+    }
 
 
 def most_connections() -> int:
@@ -83,21 +73,36 @@ def most_connections() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would raise the signal again at the end."""
+    """uvicorn's server without its signal handlers, which would raise the signal again at the end.
+
+    Args:
+        announce: called once the server answers.
+    """
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._announce = announce
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._announce()
 
-async def _serve(frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
+
+async def _serve(
+    frontend: Frontend, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
+) -> None:
     app = application(frontend, keys=settings.keys, origins=settings.origins, page=settings.page)
     config = uvicorn.Config(
         app,
         http=bounded(frontend.limits, most_connections()),
         ws="none",
         lifespan="off",
-        log_config=None,
+        log_config=_log_config(settings),
         access_log=settings.log_level in ("debug", "info"),
         server_header=False,
         root_path=settings.root_path,
@@ -106,7 +111,7 @@ async def _serve(frontend: Frontend, settings: Settings, taken: socket.socket, a
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
     )
-    server = _Server(config)
+    server = _Server(config, announce)
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
@@ -115,34 +120,31 @@ async def _serve(frontend: Frontend, settings: Settings, taken: socket.socket, a
             server.force_exit = True
             return
         server.should_exit = True
-        announced.cancel()
         logger.info("stopping: open requests have %g s to end; a second signal ends them now", settings.drain_seconds)
         draining.append(loop.create_task(frontend.engine.drain(settings.drain_seconds)))
 
-    async def say() -> None:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        announce()
-
-    announced = loop.create_task(say())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    before_listening(taken)
+    before_listening(bound)
     try:
-        await server.serve(sockets=[taken])
+        await server.serve(sockets=[bound])
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        for task in (announced, *draining):  # draining has had its time
+        for task in draining:  # it has had its time
             task.cancel()
-        await asyncio.gather(announced, *draining, return_exceptions=True)
+        await asyncio.gather(*draining, return_exceptions=True)
 
 
 async def _serve_and_close(
-    engine: Engine, frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]
+    engine: Engine,
+    frontend: Frontend,
+    settings: ServerSettings,
+    bound: socket.socket,
+    announce: Callable[[], object],
 ) -> None:
     try:
-        await _serve(frontend, settings, taken, announce)
+        await _serve(frontend, settings, bound, announce)
     finally:
         closing = asyncio.ensure_future(engine.close())
         if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
@@ -153,12 +155,17 @@ async def _serve_and_close(
 
 
 def run(
-    engine: Engine, frontend: Frontend, settings: Settings, taken: socket.socket, announce: Callable[[], object]
+    engine: Engine,
+    frontend: Frontend,
+    settings: ServerSettings,
+    bound: socket.socket,
+    announce: Callable[[], object],
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, and close the engine.
 
     Args:
+        bound: the socket of `listening.bind`.
         announce: called once the server answers.
     """
-    with logs(settings), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_and_close(engine, frontend, settings, taken, announce))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve_and_close(engine, frontend, settings, bound, announce))

@@ -20,7 +20,7 @@ from anyaccel.cli._model_options import by_option
 from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve import listening
-from anyaccel.serve.listening import Settings
+from anyaccel.serve.listening import ServerSettings
 from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 
 
@@ -69,10 +69,10 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pyte
 )
 def test_an_origin_is_what_browsers_send(given: str, origin: str | None) -> None:
     if origin is not None:
-        assert listening.origin_of(given) == origin
+        assert listening.parse_origin(given) == origin
         return
     with pytest.raises(UsageError, match="--allowed-origins"):
-        listening.origin_of(given)
+        listening.parse_origin(given)
 
 
 def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:
     command = [*made.split(), "-keyout", key, "-out", certificate]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     with pytest.raises(UsageError, match=f"--ssl-keyfile {re.escape(key)}: is encrypted"):
-        listening.check(Settings(ssl_keyfile=key, ssl_certfile=certificate))
+        listening.check(ServerSettings(ssl_keyfile=key, ssl_certfile=certificate))
 
 
 def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,15 +149,15 @@ def test_who_can_come_is_known_and_said() -> None:
         ("0.0.0.0", True), ("::", True), ("192.168.0.7", True), ("", True), ("example.com", True),
     ):  # fmt: skip
         assert listening.is_reachable(host) == reachable, host
-        assert bool(listening.warnings_of(Settings(host=host))) == reachable
-        assert not listening.warnings_of(Settings(host=host, keys=("k",)))
+        assert bool(listening.warnings_of(ServerSettings(host=host))) == reachable
+        assert not listening.warnings_of(ServerSettings(host=host, keys=("k",)))
 
 
 def test_the_line_to_try_can_be_pasted() -> None:
-    words = shlex.split(listening.curl(Settings(host="0.0.0.0", root_path="/llm"), 81, chats=True))
+    words = shlex.split(listening.curl(ServerSettings(host="0.0.0.0", root_path="/llm"), 81, chats=True))
     assert words[:2] == ["curl", "http://127.0.0.1:81/llm/v1/chat/completions"]
     assert json.loads(words[words.index("-d") + 1])["messages"][0]["role"] == "user"
-    line = listening.curl(Settings(host="::1", keys=("sesame",), ssl_certfile="c.pem"), 81, chats=False)
+    line = listening.curl(ServerSettings(host="::1", keys=("sesame",), ssl_certfile="c.pem"), 81, chats=False)
     assert "https://[::1]:81/v1/completions" in line and "--cacert c.pem" in line
     assert "sesame" not in line and '"Authorization: Bearer $ANYACCEL_API_KEY"' in line
 

@@ -14,7 +14,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
 from anyaccel.inference.options import ModelOptions
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.listening import origin_of
+from anyaccel.serve.listening import parse_origin
 
 
 def _given_key() -> list[SecretStr]:
@@ -90,7 +90,7 @@ class ServeOptions(BaseModel):
     @field_validator("allowed_origins")
     @classmethod
     def _origins(cls, given: list[str]) -> list[str]:
-        return [origin_of(each) for each in given]
+        return [parse_origin(each) for each in given]
 
     @field_validator("group_size", mode="before")
     @classmethod
