@@ -222,6 +222,12 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """For tests that are coroutines, marked by `pytest.mark.anyio`."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def rank_server() -> None:
     """Starts the server of ranks.py: it must be there before the first test looks at its children."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -77,7 +76,3 @@ async def answer(
 
 def prompt_of(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(3, VOCAB) for _ in range(count)]
-
-
-def run(main: Any) -> Any:
-    return asyncio.run(main)

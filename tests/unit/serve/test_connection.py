@@ -14,6 +14,8 @@ from anyaccel.serve.protocol.limits import HttpLimits
 pytest.importorskip("httptools")
 pytest.importorskip("uvicorn")
 
+pytestmark = pytest.mark.anyio
+
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 BODY = b'{"x":"a\nUpgrade: now\r\nupgrade : b"}'
 
@@ -95,50 +97,39 @@ def request(headers: str = "", chunks: list[bytes] | None = None, path: str = "/
 
 @pytest.mark.parametrize("offer", ["", OFFER])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_arrives_as_it_was_sent_whatever_the_cuts(offer: str, chunked: bool) -> None:
+async def test_a_body_arrives_as_it_was_sent_whatever_the_cuts(offer: str, chunked: bool) -> None:
     at = BODY.index(b"Upgrade:")
     sent = request(offer, [BODY[:at], BODY[at:]] if chunked else None) + request(path="/second")
 
-    async def go() -> None:
-        for cut in range(1, len(sent)):
-            told = await answers([sent[:cut], sent[cut:]])
-            found = [json.loads(b"[" + part.partition(b"\r\n\r\n[")[2]) for part in told.split(b"HTTP/1.1 200 OK")[1:]]
-            assert [each[1] for each in found] == ["/v1/chat/completions", "/second"], (cut, told)
-            assert all(each[3] == BODY.decode() for each in found), (cut, told)
-        for size in (1, 2, 7):
-            told = await answers([sent[place : place + size] for place in range(0, len(sent), size)])
-            assert told.count(b"HTTP/1.1 200 OK") == 2
-
-    asyncio.run(go())
+    for cut in range(1, len(sent)):
+        told = await answers([sent[:cut], sent[cut:]])
+        found = [json.loads(b"[" + part.partition(b"\r\n\r\n[")[2]) for part in told.split(b"HTTP/1.1 200 OK")[1:]]
+        assert [each[1] for each in found] == ["/v1/chat/completions", "/second"], (cut, told)
+        assert all(each[3] == BODY.decode() for each in found), (cut, told)
+    for size in (1, 2, 7):
+        told = await answers([sent[place : place + size] for place in range(0, len(sent), size)])
+        assert told.count(b"HTTP/1.1 200 OK") == 2
 
 
-def test_a_last_request_may_offer_another_protocol() -> None:
+async def test_a_last_request_may_offer_another_protocol() -> None:
     offer = "Upgrade: h2c\r\n"
 
-    async def go() -> None:
-        last = [
-            request(f"{offer}Connection: close, Upgrade\r\n"),
-            request(f"{offer}Connection: Upgrade\r\nConnection: close\r\n", [BODY[:5], BODY[5:]]),
-            request(f"{offer}Connection: Upgrade\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
-        ]
-        for each in last:
-            told = await answers([request(OFFER) + each, b"what is not read"])
-            assert told.count(b"HTTP/1.1 200 OK") == 2 and told.count(json.dumps(BODY.decode()).encode()) == 2, told
-
-    asyncio.run(go())
+    last = [
+        request(f"{offer}Connection: close, Upgrade\r\n"),
+        request(f"{offer}Connection: Upgrade\r\nConnection: close\r\n", [BODY[:5], BODY[5:]]),
+        request(f"{offer}Connection: Upgrade\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ]
+    for each in last:
+        told = await answers([request(OFFER) + each, b"what is not read"])
+        assert told.count(b"HTTP/1.1 200 OK") == 2 and told.count(json.dumps(BODY.decode()).encode()) == 2, told
 
 
-def test_an_offer_alone_is_not_seen_and_what_is_no_offer_is() -> None:
-    async def go() -> None:
-        told = (await answers([request(OFFER)])).decode()
-        assert '"upgrade"' not in told and '"http2-settings"' in told
-        assert '"upgrade"' in (await answers([request("Upgrade: h2c\r\n")])).decode()  # no offer without Connection
-        told = (
-            await answers([b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"])
-        ).decode()
-        assert told.startswith("HTTP/1.1 200")
-
-    asyncio.run(go())
+async def test_an_offer_alone_is_not_seen_and_what_is_no_offer_is() -> None:
+    told = (await answers([request(OFFER)])).decode()
+    assert '"upgrade"' not in told and '"http2-settings"' in told
+    assert '"upgrade"' in (await answers([request("Upgrade: h2c\r\n")])).decode()  # no offer without Connection
+    told = (await answers([b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"])).decode()
+    assert told.startswith("HTTP/1.1 200")
 
 
 def test_a_tunnel_is_not_parsed() -> None:

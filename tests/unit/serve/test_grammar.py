@@ -14,9 +14,11 @@ from anyaccel.errors import UsageError
 from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.interface import Grammar, GrammarError, SamplingParams
 from anyaccel.serve.requests.structured import choice_grammar
-from serving import VOCAB, answer, engine, native, run
+from serving import VOCAB, answer, engine, native
 
 pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.anyio
 llguidance = pytest.importorskip("llguidance")
 
 _END = 2
@@ -55,7 +57,7 @@ _SCHEMA = {
 }
 
 
-def test_constrained_answers_beside_free_ones(llama: Any) -> None:
+async def test_constrained_answers_beside_free_ones(llama: Any) -> None:
     tokenizer = Text()
     asked = [
         Grammar("regex", "(yes|no){2}[0-9]{3}"),
@@ -65,17 +67,15 @@ def test_constrained_answers_beside_free_ones(llama: Any) -> None:
         Grammar("regex", "x{5}"),
     ]
 
-    async def main() -> list[Any]:
-        async with engine(llama, tokenizer) as made:
-            return await asyncio.gather(
-                *(
-                    answer(made, [40, 41, 42], 200, SamplingParams(seed=seed), grammar=grammar, ends=frozenset({_END}))
-                    for seed in range(3)
-                    for grammar in asked
-                )
+    async with engine(llama, tokenizer) as made:
+        answers = await asyncio.gather(
+            *(
+                answer(made, [40, 41, 42], 200, SamplingParams(seed=seed), grammar=grammar, ends=frozenset({_END}))
+                for seed in range(3)
+                for grammar in asked
             )
-
-    for number, found in enumerate(run(main())):
+        )
+    for number, found in enumerate(answers):
         kind = number % 5
         if kind == 3:
             continue
@@ -88,19 +88,13 @@ def test_constrained_answers_beside_free_ones(llama: Any) -> None:
             assert re.fullmatch(["(yes|no){2}[0-9]{3}", "", "ab|ac", "", "x{5}"][kind], text)
 
 
-def test_an_object_of_any_kind(llama: Any) -> None:
+async def test_an_object_of_any_kind(llama: Any) -> None:
     tokenizer = Text()
 
-    async def main() -> Any:
-        async with engine(llama, tokenizer) as made:
-            # Short: a random model would go on for ever.
-            closing = {96: 20.0, 4: 8.0}
-            sampling = SamplingParams(temperature=0.0, logit_bias=closing)
-            return await answer(
-                made, [40], 60, sampling, grammar=Grammar("json_object"), ends=frozenset({_END}), ignore_end=False
-            )
-
-    found = run(main())
+    async with engine(llama, tokenizer) as made:
+        # Short: a random model would go on for ever.
+        sampling = SamplingParams(temperature=0.0, logit_bias={96: 20.0, 4: 8.0})
+        found = await answer(made, [40], 60, sampling, grammar=Grammar("json_object"), ends=frozenset({_END}))
     assert tokenizer.text(found.tokens[:1]) == "{"
     assert max(found.tokens) < VOCAB
 
@@ -120,50 +114,38 @@ def test_an_object_of_any_kind(llama: Any) -> None:
         (Grammar("lark", "start: T\nT: /a+/ & /b+/"), "grammar: nothing fits it"),
     ],
 )
-def test_a_wrong_grammar_is_refused(llama: Any, grammar: Grammar, words: str) -> None:
-    async def main() -> None:
-        async with engine(llama, Text()) as made:
-            with pytest.raises(UsageError, match=words):
-                await answer(made, [40], 5, grammar=grammar)
-
-    run(main())
+async def test_a_wrong_grammar_is_refused(llama: Any, grammar: Grammar, words: str) -> None:
+    async with engine(llama, Text()) as made:
+        with pytest.raises(UsageError, match=words):
+            await answer(made, [40], 5, grammar=grammar)
 
 
 @pytest.mark.parametrize("most", [2, 20])
-def test_an_answer_whose_grammar_leads_nowhere_is_an_error(llama: Any, most: int) -> None:
-    async def main() -> None:
-        async with engine(llama, Text()) as made:
-            grammar = Grammar("lark", 'start: "q" T\nT: /a+/ & /b+/', "guided_grammar")
-            with pytest.raises(GrammarError, match="guided_grammar: nothing fits it after what the answer has"):
-                await answer(made, [40], most, grammar=grammar, ends=frozenset({_END}))
-
-    run(main())
+async def test_an_answer_whose_grammar_leads_nowhere_is_an_error(llama: Any, most: int) -> None:
+    async with engine(llama, Text()) as made:
+        grammar = Grammar("lark", 'start: "q" T\nT: /a+/ & /b+/', "guided_grammar")
+        with pytest.raises(GrammarError, match="guided_grammar: nothing fits it after what the answer has"):
+            await answer(made, [40], most, grammar=grammar, ends=frozenset({_END}))
 
 
-def test_an_expression_that_grows_too_large_is_the_requests_mistake(llama: Any) -> None:
-    async def main() -> None:
-        async with engine(llama, Text()) as made:
-            grammar = Grammar("regex", "(a{1000}){1000}", "guided_regex")
-            with pytest.raises(GrammarError, match="guided_regex: lexer error: too many expressions"):
-                await answer(made, [40], 5, grammar=grammar, ends=frozenset({_END}))
-            assert len((await answer(made, [40], 5, ignore_end=True)).tokens) == 5
-
-    run(main())
+async def test_an_expression_that_grows_too_large_is_the_requests_mistake(llama: Any) -> None:
+    async with engine(llama, Text()) as made:
+        grammar = Grammar("regex", "(a{1000}){1000}", "guided_regex")
+        with pytest.raises(GrammarError, match="guided_regex: lexer error: too many expressions"):
+            await answer(made, [40], 5, grammar=grammar, ends=frozenset({_END}))
+        assert len((await answer(made, [40], 5, ignore_end=True)).tokens) == 5
 
 
-def test_blanks_in_json_have_an_end() -> None:
-    async def main() -> list[bool]:
-        grammars = GrammarCompiler("", Text())
-        grammars.vocabulary, grammars.ends = VOCAB, frozenset({_END})
-        try:
-            matcher = (await grammars.constraint(Grammar("json_object"))).matcher
-            brace, space, line = 3 + ord("{") - 33, 97, 98
-            takes = [matcher.try_consume_tokens([brace, line, *[space] * 40]) == 42]
-            return [*takes, matcher.try_consume_tokens([line]) == 1]
-        finally:
-            grammars.close()
-
-    assert run(main()) == [True, False]
+async def test_blanks_in_json_have_an_end() -> None:
+    grammars = GrammarCompiler("", Text())
+    grammars.vocabulary, grammars.ends = VOCAB, frozenset({_END})
+    try:
+        matcher = (await grammars.constraint(Grammar("json_object"))).matcher
+        brace, space, line = 3 + ord("{") - 33, 97, 98
+        assert matcher.try_consume_tokens([brace, line, *[space] * 40]) == 42
+        assert matcher.try_consume_tokens([line]) == 0
+    finally:
+        grammars.close()
 
 
 def test_every_choice_can_be_written() -> None:

@@ -14,10 +14,13 @@ import pytest
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve.api import sending
+from anyaccel.serve.api.chat import ChatRequest, prepare
 from anyaccel.serve.interface import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
 from anyaccel.serve.protocol.limits import HttpLimits
 from anyaccel.serve.requests.defaults import SamplingDefaults
 from serve_fakes import Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
+
+pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -180,7 +183,7 @@ NESTED = b"[" * 100_000
         (json.dumps({**HI, "model": "\ud800"}).encode(), {}, 404),
     ],
 )
-def test_bodies_that_are_not_what_they_should_be(body: Any, headers: dict[str, str], status: int) -> None:
+async def test_bodies_that_are_not_what_they_should_be(body: Any, headers: dict[str, str], status: int) -> None:
     limit = 1000 if status == 413 else 1_000_000
 
     class Strict(ByteTokenizer):
@@ -190,102 +193,80 @@ def test_bodies_that_are_not_what_they_should_be(body: Any, headers: dict[str, s
             _check_text(text)
             return super().encode(text, special)
 
-    async def ask() -> Answer:
-        client = Client(FakeEngine(), Strict(), limits=HttpLimits(body=limit))
-        return await client.send("POST", CHAT, body=body, headers=headers)
-
-    answer = asyncio.run(ask())
+    client = Client(FakeEngine(), Strict(), limits=HttpLimits(body=limit))
+    answer = await client.send("POST", CHAT, body=body, headers=headers)
     assert answer.status == status, answer.body
     assert answer.json
 
 
-def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    async def ask() -> Answer:
-        client = Client(FakeEngine(), limits=HttpLimits(body_seconds=0.01))
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    client = Client(FakeEngine(), limits=HttpLimits(body_seconds=0.01))
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
+    async def receive() -> Any:
+        await asyncio.Event().wait()
 
-        answer = Answer()
+    answer = Answer()
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = {name.decode(): text.decode() for name, text in message["headers"]}
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {name.decode(): text.decode() for name, text in message["headers"]}
 
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"5")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": CHAT,
-            "headers": headers,
-            "query_string": b"",
-            "root_path": "",
-        }
-        await client.app({**scope, "client": None, "server": None, "scheme": "http"}, receive, send)
-        return answer
-
-    answer = asyncio.run(ask())
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"5")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": headers,
+        "query_string": b"",
+        "root_path": "",
+    }
+    await client.app({**scope, "client": None, "server": None, "scheme": "http"}, receive, send)
     assert (answer.status, answer.headers["connection"]) == (408, "close")
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never took anything, and one that took the head of the answer, and then no sign of life."""
     monkeypatch.setattr(sending, "_HEAD_DELAY_S", 0.0)
 
-    async def ask() -> tuple[FakeEngine, list[str]]:
-        engine = FakeEngine("a long answer")
-        engine.gate = asyncio.Semaphore(0 if begun else 99)
-        left = asyncio.Event()
-        sent: list[str] = []
+    engine = FakeEngine("a long answer")
+    engine.gate = asyncio.Semaphore(0 if begun else 99)
+    left = asyncio.Event()
+    sent: list[str] = []
 
-        async def receive() -> Any:
-            await left.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            sent.append(message["type"])
-            if not begun or len(sent) > 1:
-                await asyncio.Event().wait()
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if not begun or len(sent) > 1:
+            await asyncio.Event().wait()
 
-        limits = HttpLimits(send_seconds=0.01)
-        stream = sending.EventStream(_stream_of(Client(engine)), limits)
-        await stream({"anyaccel.abort": left.set}, receive, send)
-        assert left.is_set()
-        return engine, sent
-
-    engine, sent = asyncio.run(ask())
+    limits = HttpLimits(send_seconds=0.01)
+    prepared = await prepare(Client(engine).frontend, ChatRequest.model_validate(HI), "")
+    stream = sending.EventStream(prepared.stream(), limits)
+    await stream({"anyaccel.abort": left.set}, receive, send)
+    assert left.is_set()
     assert engine.ended == ["closed"]
     assert sent == ["http.response.start", "http.response.body"][: 1 + begun]
 
 
-async def _stream_of(client: Client) -> Any:
-    from anyaccel.serve.api.chat import ChatRequest, prepare
-
-    work = await prepare(client.frontend, ChatRequest.model_validate(HI), "")
-    async for event in work.stream():
-        yield event
-
-
-def test_a_stream_shows_signs_of_life_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_shows_signs_of_life_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_HEAD_DELAY_S", 0.0)
 
-    async def ask() -> Answer:
-        engine = FakeEngine("a")
-        engine.gate = asyncio.Semaphore(0)
-        client, answer = Client(engine), Answer()
-        asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=answer))
-        for _ in range(100):  # a sleep of 0 s of the loop's clock
-            if answer.parts:
-                break
-            await asyncio.sleep(0.001)
-        for _ in range(9):
-            engine.gate.release()
-        await asking
-        return answer
-
-    answer = asyncio.run(ask())
+    engine = FakeEngine("a")
+    engine.gate = asyncio.Semaphore(0)
+    client, answer = Client(engine), Answer()
+    asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=answer))
+    for _ in range(100):  # a sleep of 0 s of the loop's clock
+        if answer.parts:
+            break
+        await asyncio.sleep(0.001)
+    for _ in range(9):
+        engine.gate.release()
+    await asking
     assert answer.parts[0] == b"\n" and answer.complete
     # As vLLM's benchmark client reads: the ends of what comes are stripped, and what is left is put together.
     read, left = [], ""
@@ -317,15 +298,11 @@ def test_keys_open_what_computes() -> None:
         assert got(path, method="POST", options={"keys": ["one"]}).status == 401
 
 
-def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
-
-    async def ask() -> Answer:
-        client = Client(engine, options={"keys": ["sesame"]})
-        return await client.post(CHAT, HI, headers={"authorization": "Bearer sesame"})
-
+    client = Client(engine, options={"keys": ["sesame"]})
     with caplog.at_level(logging.DEBUG):
-        assert asyncio.run(ask()).status == 200
+        assert (await client.post(CHAT, HI, headers={"authorization": "Bearer sesame"})).status == 200
     assert "sesame" not in caplog.text and engine.requests[0].key not in ("", "sesame")
 
 
@@ -425,15 +402,12 @@ def test_texts_to_tokens_and_back() -> None:
     assert told["eos_token"] == "<|end|>" and "messages" in told["chat_template"]
 
 
-def test_metrics_are_prometheus_text_with_vllms_names() -> None:
-    async def ask() -> str:
-        client = Client(FakeEngine("abc"))
-        await client.post(CHAT, HI)
-        await client.post(CHAT, {"messages": 1})
-        await client.get("/no/such/path")
-        return (await client.get("/metrics")).body.decode()
-
-    lines = asyncio.run(ask()).splitlines()
+async def test_metrics_are_prometheus_text_with_vllms_names() -> None:
+    client = Client(FakeEngine("abc"))
+    await client.post(CHAT, HI)
+    await client.post(CHAT, {"messages": 1})
+    await client.get("/no/such/path")
+    lines = (await client.get("/metrics")).body.decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     label = '{model_name="fake"}'
     assert values[f"anyaccel:num_requests_running{label}"] == "2"
@@ -467,17 +441,14 @@ def test_a_request_ends_by_its_deadline_or_the_servers() -> None:
     assert [request.timeout_s for request in engine.requests] == [5.0, 2.0]
 
 
-def test_requests_wait_for_nobody_else() -> None:
-    async def go() -> None:
-        engine = FakeEngine("ab")
-        engine.gate = asyncio.Semaphore(0)
-        client, first = Client(engine), Answer()
-        asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=first))
-        await until(lambda: engine.requests)
-        assert (await client.get("/health")).status == 200 and not first.complete
-        for _ in range(9):
-            engine.gate.release()
-        await asking
-        assert first.complete
-
-    asyncio.run(go())
+async def test_requests_wait_for_nobody_else() -> None:
+    engine = FakeEngine("ab")
+    engine.gate = asyncio.Semaphore(0)
+    client, first = Client(engine), Answer()
+    asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=first))
+    await until(lambda: engine.requests)
+    assert (await client.get("/health")).status == 200 and not first.complete
+    for _ in range(9):
+        engine.gate.release()
+    await asking
+    assert first.complete

@@ -17,9 +17,11 @@ from anyaccel.serve.engine.delivery import Delivery, ResultStream, Subscriber
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.engine.step import MultiStep
 from anyaccel.serve.interface import Chunk, GenerationRequest
-from serving import GREEDY, answer, decoder_of, engine, native, run
+from serving import GREEDY, answer, decoder_of, engine, native
 
 pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,9 @@ def test_a_step_that_fails_loses_nothing_of_those_before(llama: Any) -> None:
     assert feed.take() == []
 
 
-def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_told_token_by_token_and_others_join_at_once(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("anyaccel.serve.engine.engine.LONGEST_CALL_S", 1e9)  # however slow this machine is just now
     calls: list[tuple[int, int]] = []  # steps of a call, requests
 
@@ -130,12 +134,6 @@ def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, mo
 
         decoder.apply = counted
         return decoder
-
-    async def main() -> None:
-        async with engine(llama) as made:
-            alone = [(await answer(made, [5, 6, number], 60, ignore_end=True)).tokens for number in range(3)]
-        for _ in range(5):  # the two roads that tokens take meet in another order each time
-            await one_round(alone)
 
     async def one_round(alone: list[list[int]]) -> None:
         async with engine(load) as made:
@@ -156,28 +154,28 @@ def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, mo
         assert max(count for count, _ in calls) > 4
         calls.clear()
 
-    run(main())
+    async with engine(llama) as made:
+        alone = [(await answer(made, [5, 6, number], 60, ignore_end=True)).tokens for number in range(3)]
+    for _ in range(5):  # the two roads that tokens take meet in another order each time
+        await one_round(alone)
 
 
-def test_batches_and_the_feed_keep_their_order(llama: Any) -> None:
+async def test_batches_and_the_feed_keep_their_order(llama: Any) -> None:
     request = _request(llama, [5, 6, 7], 20)
     first = llama.model.step([request], exact=True)
 
-    async def main() -> None:
-        delivery, stream = Delivery(), ResultStream()
-        delivery.attach()
-        delivery.add(stream, Chunk(tuple(first)))
-        delivery.send()  # it has not arrived when the next call's tokens can be taken
-        call = delivery.start_call(4, [Subscriber(stream, 0, 0.0)])
-        tokens, fed = llama.model.steps([request], call.most, call.feed, call.tag)
-        delivery.finish_call(call)
-        delivery.read_feed()
-        delivery.add(stream, Chunk(tuple(tokens[-1])))
-        delivery.close()  # loses nothing of what is on its way
-        delivery.send()
-        told: list[int] = []
-        while len(told) < 1 + len(tokens):
-            told += (await asyncio.wait_for(stream.next(), 60)).tokens  # type: ignore[union-attr]
-        assert (told, fed) == ([*first, *(each[0] for each in tokens)], 3)
-
-    asyncio.run(main())
+    delivery, stream = Delivery(), ResultStream()
+    delivery.attach()
+    delivery.add(stream, Chunk(tuple(first)))
+    delivery.send()  # it has not arrived when the next call's tokens can be taken
+    call = delivery.start_call(4, [Subscriber(stream, 0, 0.0)])
+    tokens, fed = llama.model.steps([request], call.most, call.feed, call.tag)
+    delivery.finish_call(call)
+    delivery.read_feed()
+    delivery.add(stream, Chunk(tuple(tokens[-1])))
+    delivery.close()  # loses nothing of what is on its way
+    delivery.send()
+    told: list[int] = []
+    while len(told) < 1 + len(tokens):
+        told += (await asyncio.wait_for(stream.next(), 60)).tokens  # type: ignore[union-attr]
+    assert (told, fed) == ([*first, *(each[0] for each in tokens)], 3)

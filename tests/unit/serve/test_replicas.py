@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.replicas import Replicas, Routes
 from anyaccel.serve.interface import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
+
+pytestmark = pytest.mark.anyio
 
 LONG = list(range(200))
 
@@ -79,108 +81,100 @@ async def ask(replicas: Replicas, prompt: list[int]) -> list[int]:
     return [token for tokens in chunks for token in tokens]
 
 
-def run(main: Callable[[list[Engine], Replicas], Coroutine[Any, Any, None]], shares: bool = True) -> None:
-    async def whole() -> None:
-        engines = [Engine() for _ in range(3)]
-        await main(engines, Replicas(engines, shares))  # type: ignore[arg-type]
-        assert not any(engine.open for engine in engines)
-
-    asyncio.run(whole())
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made = [Engine() for _ in range(3)]
+    yield made
+    assert not any(engine.open for engine in made)
 
 
-def test_requests_go_to_who_has_seen_most_of_them_else_to_the_least_loaded() -> None:
-    async def main(engines: list[Engine], replicas: Replicas) -> None:
-        for engine in engines:
-            engine.gate.clear()
-        short = [asyncio.ensure_future(ask(replicas, [number])) for number in range(3)]
-        while sum(engine.open for engine in engines) < 3:
-            await asyncio.sleep(0)
-        assert [len(engine.asked) for engine in engines] == [1, 1, 1]
-        engines[1].gate.set()
-        await short[1]
-        long = asyncio.ensure_future(ask(replicas, LONG))  # the second one has nothing to do
-        for engine in engines:
-            engine.gate.set()
-        answer = await long
-        await asyncio.gather(*short)
-        await ask(replicas, LONG + answer + [5] * 64)  # the next turn
-        await ask(replicas, [*LONG[:130], 9])
-        assert [len(engine.asked) for engine in engines] == [1, 4, 1]
-
-    run(main)
+async def test_requests_go_to_who_has_seen_most_of_them_else_to_the_least_loaded(engines: list[Engine]) -> None:
+    replicas = Replicas(engines)  # type: ignore[arg-type]
+    for engine in engines:
+        engine.gate.clear()
+    short = [asyncio.ensure_future(ask(replicas, [number])) for number in range(3)]
+    while sum(engine.open for engine in engines) < 3:
+        await asyncio.sleep(0)
+    assert [len(engine.asked) for engine in engines] == [1, 1, 1]
+    engines[1].gate.set()
+    await short[1]
+    long = asyncio.ensure_future(ask(replicas, LONG))  # the second one has nothing to do
+    for engine in engines:
+        engine.gate.set()
+    answer = await long
+    await asyncio.gather(*short)
+    await ask(replicas, LONG + answer + [5] * 64)  # the next turn
+    await ask(replicas, [*LONG[:130], 9])
+    assert [len(engine.asked) for engine in engines] == [1, 4, 1]
 
 
-def test_a_replica_that_is_too_busy_or_starts_again_is_passed_over() -> None:
-    async def main(engines: list[Engine], replicas: Replicas) -> None:
-        engines[0].gate.clear()
-        asked = [asyncio.ensure_future(ask(replicas, LONG)) for _ in range(8)]
-        while sum(len(engine.asked) for engine in engines) < 8:
-            await asyncio.sleep(0)
-        first = len(engines[0].asked)
-        assert first == 5 and len(engines[1].asked) + len(engines[2].asked) == 3
-        engines[0].gate.set()
-        await asyncio.gather(*asked)
-        engines[0].is_ready = False
-        assert replicas.ready()
+async def test_a_replica_that_is_too_busy_or_starts_again_is_passed_over(engines: list[Engine]) -> None:
+    replicas = Replicas(engines)  # type: ignore[arg-type]
+    engines[0].gate.clear()
+    asked = [asyncio.ensure_future(ask(replicas, LONG)) for _ in range(8)]
+    while sum(len(engine.asked) for engine in engines) < 8:
+        await asyncio.sleep(0)
+    first = len(engines[0].asked)
+    assert first == 5 and len(engines[1].asked) + len(engines[2].asked) == 3
+    engines[0].gate.set()
+    await asyncio.gather(*asked)
+    engines[0].is_ready = False
+    assert replicas.ready()
+    await ask(replicas, LONG)
+    engines[0].is_ready = True
+    await ask(replicas, LONG)  # it has forgotten all
+    assert len(engines[0].asked) == first
+    await replicas.drain(0)
+    assert not replicas.ready()
+    await ask(replicas, [1])  # one of them says why not
+    await replicas.close()
+    assert [engine.cache_pages for engine in engines] == [0, 0, 0]
+
+
+async def test_a_request_whose_replica_fails_before_its_answer_begins_goes_to_another_one(
+    engines: list[Engine],
+) -> None:
+    replicas = Replicas(engines)  # type: ignore[arg-type]
+    engines[0].fails = engines[1].fails = "before"
+    expected = [1] + [2] * 100
+    chunks = [chunk.tokens async for chunk in replicas.generate(GenerationRequest([5], 101, timeout_s=60.0))]
+    assert [token for tokens in chunks for token in tokens] == expected
+    assert [len(engine.asked) for engine in engines] == [1, 1, 1]
+    first, second, third = (engine.told[0] for engine in engines)
+    assert first == 60.0 and second is not None and third is not None and 60.0 >= second >= third > 0
+    engines[0].is_ready = True
+    assert await replicas.embed([[5]], "last") == [[5.0]]
+    assert [len(engine.asked) for engine in engines] == [2, 1, 2]
+    # Where no other one is ready, and where the answer has begun, its client is told.
+    engines[0].is_ready, engines[2].is_ready = True, False
+    with pytest.raises(EngineStoppedError, match="a rank has died"):
+        await ask(replicas, [5])
+    with pytest.raises(EngineStoppedError):
+        engines[0].is_ready = True
+        await replicas.embed([[5]], "last")
+    engines[0].fails = "after"
+    engines[0].is_ready = engines[2].is_ready = True
+    answer = replicas.generate(GenerationRequest([5], 101))
+    assert (await anext(answer)).tokens == (1,)
+    with pytest.raises(EngineStoppedError):
+        await anext(answer)
+    assert len(engines[2].asked) == 2
+
+
+async def test_without_a_prefix_cache_only_the_load_counts_and_statistics_are_sums(engines: list[Engine]) -> None:
+    replicas = Replicas(engines, shares=False)  # type: ignore[arg-type]
+    for _ in range(2):
+        answer = replicas.generate(GenerationRequest(LONG, 9))
+        await anext(answer)
+        assert replicas.stats() == Stats(running=1, cache_total=21)
         await ask(replicas, LONG)
-        engines[0].is_ready = True
-        await ask(replicas, LONG)  # it has forgotten all
-        assert len(engines[0].asked) == first
-        await replicas.drain(0)
-        assert not replicas.ready()
-        await ask(replicas, [1])  # one of them says why not
-        await replicas.close()
-        assert [engine.cache_pages for engine in engines] == [0, 0, 0]
-
-    run(main)
-
-
-def test_a_request_whose_replica_fails_before_its_answer_begins_goes_to_another_one() -> None:
-    async def main(engines: list[Engine], replicas: Replicas) -> None:
-        engines[0].fails = engines[1].fails = "before"
-        expected = [1] + [2] * 100
-        chunks = [chunk.tokens async for chunk in replicas.generate(GenerationRequest([5], 101, timeout_s=60.0))]
-        assert [token for tokens in chunks for token in tokens] == expected
-        assert [len(engine.asked) for engine in engines] == [1, 1, 1]
-        first, second, third = (engine.told[0] for engine in engines)
-        assert first == 60.0 and second is not None and third is not None and 60.0 >= second >= third > 0
-        engines[0].is_ready = True
-        assert await replicas.embed([[5]], "last") == [[5.0]]
-        assert [len(engine.asked) for engine in engines] == [2, 1, 2]
-        # Where no other one is ready, and where the answer has begun, its client is told.
-        engines[0].is_ready, engines[2].is_ready = True, False
-        with pytest.raises(EngineStoppedError, match="a rank has died"):
-            await ask(replicas, [5])
-        with pytest.raises(EngineStoppedError):
-            engines[0].is_ready = True
-            await replicas.embed([[5]], "last")
-        engines[0].fails = "after"
-        engines[0].is_ready = engines[2].is_ready = True
-        answer = replicas.generate(GenerationRequest([5], 101))
-        assert (await anext(answer)).tokens == (1,)
-        with pytest.raises(EngineStoppedError):
-            await anext(answer)
-        assert len(engines[2].asked) == 2
-
-    run(main)
-
-
-def test_without_a_prefix_cache_only_the_load_counts_and_statistics_are_sums() -> None:
-    async def main(engines: list[Engine], replicas: Replicas) -> None:
-        for _ in range(2):
-            answer = replicas.generate(GenerationRequest(LONG, 9))
-            await anext(answer)
-            assert replicas.stats() == Stats(running=1, cache_total=21)
-            await ask(replicas, LONG)
-            await answer.aclose()  # type: ignore[attr-defined]
-        assert [len(engine.asked) for engine in engines] == [2, 2, 0]
-        assert await replicas.embed([[3], [4], [5]], "last") == [[3.0], [4.0], [5.0]]
-        assert [len(engine.asked) for engine in engines] == [3, 3, 1]
-        with pytest.raises(UsageError):
-            await replicas.embed([[3], [-1]], "last")
-        assert replicas.facts.plan == ("plan: 3 replicas, each of one process",)
-
-    run(main, shares=False)
+        await answer.aclose()  # type: ignore[attr-defined]
+    assert [len(engine.asked) for engine in engines] == [2, 2, 0]
+    assert await replicas.embed([[3], [4], [5]], "last") == [[3.0], [4.0], [5.0]]
+    assert [len(engine.asked) for engine in engines] == [3, 3, 1]
+    with pytest.raises(UsageError):
+        await replicas.embed([[3], [-1]], "last")
+    assert replicas.facts.plan == ("plan: 3 replicas, each of one process",)
 
 
 def test_replicas_that_are_not_alike_are_told_each() -> None:

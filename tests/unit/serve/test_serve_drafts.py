@@ -21,7 +21,9 @@ from anyaccel.serve.engine.delivery import ResultStream
 from anyaccel.serve.interface import Chunk, GenerationRequest, SamplingParams, Stats
 from anyaccel.serve.requests.answers import TextDelta
 from anyaccel.serve.requests.metrics import Metrics
-from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
+from serving import VOCAB, Answer, answer, engine, native, prompt_of
+
+pytestmark = pytest.mark.anyio
 
 KINDS = {"text": {"draft_tokens": 15}, "model": {"draft_tokens": 15, "draft_model": True}}
 
@@ -56,7 +58,7 @@ def asked() -> list[tuple[list[int], int, dict[str, Any]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("together", [1, 4, 14])
-def test_answers_are_the_same_with_and_without_drafts(kind: str, together: int) -> None:
+async def test_answers_are_the_same_with_and_without_drafts(kind: str, together: int) -> None:
     model = with_draft()
     requests = asked()
 
@@ -69,20 +71,17 @@ def test_answers_are_the_same_with_and_without_drafts(kind: str, together: int) 
 
         return list(await asyncio.gather(*(one(*each) for each in requests)))
 
-    async def main() -> None:
-        async with engine(model) as made:
-            expected = await all_of(made)
-            assert made.stats().drafted == made.stats().accepted == 0
-        async with engine(model, **KINDS[kind]) as made:
-            found = await all_of(made)
-            stats = made.stats()
-        for one, other in zip(found, expected, strict=True):
-            assert (one.tokens, one.logprobs, one.finish) == (other.tokens, other.logprobs, other.finish)
-        assert stats.accepted <= stats.drafted
-        if together == 1:
-            assert stats.drafted > 0
-
-    run(main())
+    async with engine(model) as made:
+        expected = await all_of(made)
+        assert made.stats().drafted == made.stats().accepted == 0
+    async with engine(model, **KINDS[kind]) as made:
+        found = await all_of(made)
+        stats = made.stats()
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.logprobs, one.finish) == (other.tokens, other.logprobs, other.finish)
+    assert stats.accepted <= stats.drafted
+    if together == 1:
+        assert stats.drafted > 0
 
 
 async def freed(model: Any) -> None:
@@ -93,66 +92,55 @@ async def freed(model: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_the_last_answer_leaves_nothing_in_the_draft_models_cache() -> None:
+async def test_the_last_answer_leaves_nothing_in_the_draft_models_cache() -> None:
     """The engine tells the decoder of its end though no other request comes that would bring another step."""
     model = with_draft()
 
-    async def main() -> None:
-        async with engine(model, **KINDS["model"]) as made:
-            await answer(made, [5, 6, 7, 8] * 20, 40, ignore_end=True)
-            assert made.stats().drafted > 0
-            await freed(model)
-
-    run(main())
+    async with engine(model, **KINDS["model"]) as made:
+        await answer(made, [5, 6, 7, 8] * 20, 40, ignore_end=True)
+        assert made.stats().drafted > 0
+        await freed(model)
 
 
-def test_a_small_cache_and_requests_that_break_off() -> None:
+async def test_a_small_cache_and_requests_that_break_off() -> None:
     """Requests are put back and forgotten while they have drafts; nothing of the draft model's cache stays."""
     size = 12 * 64 * native_models.native("llama", positions=1024).cache_bytes_per_token()
     model = with_draft(cache_limit=size)
     generator = random.Random(4)
     prompts = [prompt_of(generator, generator.randrange(20, 150)) for _ in range(6)]
 
-    async def main() -> None:
-        async with engine(native()) as made:
-            expected = [(await answer(made, prompt, 90, ignore_end=True)).tokens for prompt in prompts]
-        async with engine(model, **KINDS["model"]) as made:
+    async with engine(native()) as made:
+        expected = [(await answer(made, prompt, 90, ignore_end=True)).tokens for prompt in prompts]
+    async with engine(model, **KINDS["model"]) as made:
 
-            async def leaves() -> None:
-                asking = made.generate(
-                    GenerationRequest(prompts[0], 90, SamplingParams(temperature=0.0), ignore_end=True)
-                )
-                async for _ in asking:
-                    break
-                await asking.aclose()  # type: ignore[attr-defined]
+        async def leaves() -> None:
+            asking = made.generate(GenerationRequest(prompts[0], 90, SamplingParams(temperature=0.0), ignore_end=True))
+            async for _ in asking:
+                break
+            await asking.aclose()  # type: ignore[attr-defined]
 
-            found, *_ = await asyncio.gather(
-                asyncio.gather(*(answer(made, prompt, 90, ignore_end=True) for prompt in prompts)), leaves(), leaves()
-            )
-            assert [each.tokens for each in found] == expected
-            await freed(model)
-
-    run(main())
+        found, *_ = await asyncio.gather(
+            asyncio.gather(*(answer(made, prompt, 90, ignore_end=True) for prompt in prompts)), leaves(), leaves()
+        )
+        assert [each.tokens for each in found] == expected
+        await freed(model)
 
 
-def test_an_answer_tells_how_many_were_right() -> None:
-    async def main() -> None:
-        async with engine(with_draft(), **KINDS["model"]) as made:
-            chunks: list[Chunk] = []
-            request = GenerationRequest([5, 9, 30], 50, SamplingParams(temperature=0.0), ignore_end=True)
-            async for chunk in made.generate(request):
-                chunks.append(chunk)
-            stats = made.stats()
-            drafted, accepted = chunks[-1].drafts
-            assert (drafted, accepted) == (stats.drafted, stats.accepted)
-            assert 0 < accepted <= drafted
+async def test_an_answer_tells_how_many_were_right() -> None:
+    async with engine(with_draft(), **KINDS["model"]) as made:
+        chunks: list[Chunk] = []
+        request = GenerationRequest([5, 9, 30], 50, SamplingParams(temperature=0.0), ignore_end=True)
+        async for chunk in made.generate(request):
+            chunks.append(chunk)
+        stats = made.stats()
+        drafted, accepted = chunks[-1].drafts
+        assert (drafted, accepted) == (stats.drafted, stats.accepted)
+        assert 0 < accepted <= drafted
 
-        stream = ResultStream()
-        stream.put(Chunk((1,), drafts=(7, 5)))
-        stream.put(Chunk((2,)))  # of the feed, which knows of none
-        assert (await stream.next()).drafts == (7, 5)
-
-    run(main())
+    stream = ResultStream()
+    stream.put(Chunk((1,), drafts=(7, 5)))
+    stream.put(Chunk((2,)))  # of the feed, which knows of none
+    assert (await stream.next()).drafts == (7, 5)
     usage = TokenUsage([3], 2)
     usage.add(TextDelta(0, "", (), 50, 0))
     assert "completion_tokens_details" not in usage.as_json()
