@@ -154,5 +154,5 @@ async def test_an_answer_tells_how_many_were_right() -> None:
 
 
 def test_the_option_of_the_command() -> None:
-    assert build_parser().parse_args(["--draft", "ngram:4"]).drafts == Drafts(4)
-    assert build_parser().parse_args([]).drafts == Drafts()
+    assert build_parser().parse_args(["--draft", "ngram:4"]).draft == Drafts(4)
+    assert build_parser().parse_args([]).draft == Drafts()
