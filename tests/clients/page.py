@@ -283,7 +283,7 @@ def markdown(page: Page) -> None:
     before = page.locator("article").count()
     say(page, "markdown")
     body = answered(page, before + 2)
-    for shown in ("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.thoughts", "a"):
+    for shown in ("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.reasoning", "a"):
         expect(body.locator(shown).first).to_be_attached()
     assert body.locator("script, img").count() == 0
     assert body.locator("a[href^='javascript']").count() == 0

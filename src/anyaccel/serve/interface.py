@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HTTP asks of the engine, in token ids: the one page that both sides are written to. Torch-free, HTTP-free.
+"""The interface between the HTTP side of the server and its engine, in token ids. Torch-free, HTTP-free.
 
-The frontend (`http`, `protocol`) turns text into tokens and back, finds stop strings and writes JSON; the engine
+The frontend (`api`, `requests`) turns text into tokens and back, finds stop strings and writes JSON; the engine
 schedules, computes and samples. Neither imports the other.
 """
 
@@ -17,10 +17,10 @@ Finish = Literal["stop", "length", "abort"]
 
 
 class EngineFullError(AnyAccelError):
-    """So many requests wait already that another would only wait too; HTTP 429.
+    """The queue is full; HTTP 429.
 
     Attributes:
-        retry_after_s: when it is worth to come again.
+        retry_after_s: seconds after which to try again.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -32,11 +32,11 @@ class EngineFullError(AnyAccelError):
 
 
 class EngineStoppedError(AnyAccelError):
-    """The engine, or one of its ranks, has died, or takes no more requests because it is to end; HTTP 503."""
+    """The engine or one of its ranks has ended, or it takes no more requests because it is shutting down; HTTP 503."""
 
 
 class DeadlineError(AnyAccelError):
-    """The request's time was over before its answer was complete; HTTP 504, or the end of a stream."""
+    """The request's time was over before its answer was complete; HTTP 504, or the last event of a stream."""
 
     def __init__(self, message: str = "the request's time was over before its answer was complete") -> None:
         super().__init__(message)
@@ -48,14 +48,14 @@ class TooLongError(AnyAccelError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like: the constraint that the engine makes masks of while a step runs.
+    """What an answer must look like, from which the engine makes token masks.
 
     Attributes:
         kind: "json_object" (any JSON object, `text` is unused), "json_schema", "regex", or "lark" (llguidance's
             grammar format).
         text: the schema as JSON, the regular expression, the grammar.
-        param: the field of the request that it is from, for errors.
-        parts: what it is made of: a Lark grammar calls them @name, and an error is that of the part that is wrong.
+        param: the field of the request that has it, for errors.
+        parts: grammars that this one consists of: a Lark grammar refers to them as @name. Errors name the wrong part.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
@@ -65,7 +65,7 @@ class Grammar:
 
 
 class GrammarError(UsageError):
-    """No answer can look so; `param` is the field that wants it."""
+    """A grammar that no answer can follow; `param` is the field of the request that has it."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param}: {problem}")
@@ -82,9 +82,9 @@ class SamplingParams:
 
     Attributes:
         logit_bias: token -> what is added to its logit before anything else, -100 to 100.
-        logprobs: how many likeliest tokens are told with their log-probabilities, beside the chosen one; None: none,
-            not the chosen one's either. Of the model's logits, before bias, penalties and temperature, as vLLM does.
-        seed: None: another at each call.
+        logprobs: the number of likeliest tokens whose log-probabilities are returned, in addition to the chosen one's;
+            None: not even that. Of the model's logits, before bias, penalties and temperature, as with vLLM.
+        seed: None: another one for each request.
     """
 
     temperature: float = 1.0
@@ -106,11 +106,11 @@ class GenerationRequest:
     Attributes:
         prompt: tokens, at least one.
         max_tokens: of the answer; 0: only the prompt is processed (for `prompt_logprobs`).
-        ends: tokens that end the answer; the last token of the answer is one of them then.
-        ignore_end: go on past them.
+        ends: tokens that end the answer, and are its last token then.
+        ignore_end: the answer continues past them.
         prompt_logprobs: as SamplingParams.logprobs, for each token of the prompt but the first.
-        key: who asks; keys have equal shares of the machine while they compete.
-        timeout_s: from submit() to the last token; None: the engine's own.
+        key: the client; clients have equal shares of the machine while they compete.
+        timeout_s: from generate() to the last token; None: the engine's own.
     """
 
     prompt: Sequence[int]
@@ -127,7 +127,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability (natural logarithm) of a token at its place, and the likeliest ones there, best first."""
+    """The log-probability (natural logarithm) of a token, and the likeliest tokens in its place, best first."""
 
     token: int
     logprob: float
@@ -136,15 +136,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What became known of an answer since the chunk before.
+    """The part of an answer since the last chunk.
 
     Attributes:
-        tokens: new ones; several where the reader was slower than the engine.
-        logprobs: one a token, () where they were not asked for.
+        tokens: new ones; several if the reader was slower than the engine.
+        logprobs: one for each token; () if they were not asked for.
         prompt_logprobs: in the first chunk only, one for each token of the prompt but the first.
-        cached_tokens: of the prompt, that were in the prefix cache; from the first chunk on.
-        queued_s: seconds from generate() to the first step that has computed of its prompt; in every chunk.
-        drafts: tokens that were drafted for the answer, and how many of them were right; in the last chunk, at least.
+        cached_tokens: tokens of the prompt that were in the prefix cache; in every chunk.
+        queued_s: seconds from generate() to the first step with tokens of the prompt; in every chunk.
+        drafts: numbers of drafted and of accepted tokens so far; in the last chunk, at least.
         finish: None while the answer goes on. "abort" comes only from shutting down.
     """
 
@@ -159,16 +159,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stats:
-    """A moment of the engine, for /metrics; counters only grow.
+    """The state of the engine, for /metrics; counters only grow.
 
     Attributes:
-        running, waiting: requests.
-        cache_used, cache_total: bytes of keys and values, of the requests that run and of all that there may be.
-        prefix_hits, prefix_queries: tokens of prompts that were in the prefix cache, and all.
+        running, waiting: numbers of requests.
+        cache_used, cache_total: bytes of the KV cache that running requests hold, and of the whole cache.
+        prefix_hits, prefix_queries: tokens of prompts that were in the prefix cache, and all tokens of prompts.
         prompt_tokens, generation_tokens: computed so far.
-        preemptions: requests put back because the cache was full.
-        steps: calls of the decoder.
-        drafted, accepted: tokens that were drafted, and those that were right.
+        preemptions: requests that were preempted because the cache was full.
+        steps: steps of the decoder.
+        drafted, accepted: drafted tokens, and those that were accepted.
     """
 
     running: int = 0
@@ -191,13 +191,13 @@ class Stats:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the frontend must know of a model.
+    """What the frontend knows of a model.
 
     Attributes:
         context: most tokens of prompt and answer together; 0: no limit.
         ends: tokens that end a text of this model.
         hidden: length of an embedding.
-        plan: lines for people: topology, ranks, precision, cache; printed when the server starts.
+        plan: lines about ranks, precision and cache, printed when the server starts.
     """
 
     context: int
@@ -209,7 +209,7 @@ class ModelFacts:
 
 
 class Engine(Protocol):
-    """Answers many requests at once. All methods are called from one asyncio loop and never block it.
+    """Answers many requests at once. All methods are called from one event loop, and never block it.
 
     An engine is made by `anyaccel.serve.engine.engine.open_engine(path, options, screen)`.
     """
@@ -217,11 +217,11 @@ class Engine(Protocol):
     facts: ModelFacts
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """The answer as it comes. Closing the iterator (aclose(), or a cancelled task) ends the request at the next
+        """The answer as it comes. Closing the iterator (aclose(), or a cancelled task) ends the request before the next
         step.
 
         Raises:
-            UsageError: a value is out of range; it names the field as this page does.
+            UsageError: a value is out of range; the error names the field of `GenerationRequest`.
             TooLongError, EngineFullError, EngineStoppedError, DeadlineError: see there.
             ModelError: the logits are NaN or infinite.
         """
@@ -234,10 +234,10 @@ class Engine(Protocol):
     def stats(self) -> Stats: ...
 
     def ready(self) -> bool:
-        """Whether a request that is sent now would be computed; False while the model loads or is started again."""
+        """Whether a request that is sent now would be computed; False while the model loads or restarts."""
 
     async def drain(self, seconds: float) -> None:
-        """Take no new requests, wait for the open ones, at most `seconds`; what is open then ends with "abort"."""
+        """Take no new requests, and wait for the open ones, at most `seconds`; the others end with "abort"."""
 
     async def close(self) -> None:
         """End all processes and threads of the engine; open requests get EngineStoppedError."""

@@ -313,7 +313,7 @@ def test_a_request_that_cannot_be_computed_ends_alone() -> None:
     plan = machine.scheduler.plan(0.0)
     machine.decoder.apply(plan)
     machine.decoder._shrink(bad, 0)
-    machine._note(machine.scheduler.done(plan, [9, -2], 1.0, 1.0, wrong={bad}))
+    machine._note(machine.scheduler.done(plan, [9, -2], 1.0, 1.0, failed={bad}))
     assert machine.ended == {bad: "error"}
     assert machine.scheduler.open == [good]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a request before the engine accepts it, and its translation to the native options."""
+"""Checks of a request before the engine accepts it, and its options for `_llm.Request`."""
 
 from __future__ import annotations
 
@@ -72,25 +72,25 @@ def _check_sampling(sampling: SamplingParams, facts: ModelFacts) -> None:
 
 def native_options(request: GenerationRequest) -> dict[str, Any]:
     """Options of `_llm.Request`."""
-    how = request.sampling
-    sample = how.temperature >= LEAST_TEMPERATURE
-    seed = secrets.randbits(64) if how.seed is None else how.seed % 2**64
+    sampling = request.sampling
+    sample = sampling.temperature >= LEAST_TEMPERATURE
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
     return {
         "goal": "answer" if request.max_tokens > 0 else "scores",
         "do_sample": sample,
-        "temperature": how.temperature if sample else 1.0,
-        "top_k": how.top_k,
-        "top_p": how.top_p,
-        "min_p": how.min_p,
-        "repetition_penalty": how.repetition_penalty,
-        "presence_penalty": how.presence_penalty,
-        "frequency_penalty": how.frequency_penalty,
-        "bias": [*how.logit_bias.items()],  # pairs, since JSON has no numbers as keys
+        "temperature": sampling.temperature if sample else 1.0,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "bias": [*sampling.logit_bias.items()],  # pairs, since JSON has no numbers as keys
         "seed": seed,
         "max_new_tokens": request.max_tokens,
         "min_new_tokens": request.min_tokens,
         "end_tokens": sorted(request.ends),
         "ignore_end": request.ignore_end,
-        "logprobs": -1 if how.logprobs is None else how.logprobs,
+        "logprobs": -1 if sampling.logprobs is None else sampling.logprobs,
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's interface to a decoder, and facts of the model that it serves. Torch-free."""
+"""The engine's interface to a decoder, and facts about its model. Torch-free."""
 
 from __future__ import annotations
 

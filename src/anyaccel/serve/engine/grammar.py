@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained decoding with llguidance, which is imported when the first grammar comes.
+"""Constrained decoding with llguidance, which is imported with the first grammar.
 
 Grammars are compiled in a thread of their own, so that neither the event loop nor a step waits. A few threads together
 compute the token masks of all constrained requests of a step.
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 18  # of a grammar
 # White space between the parts of JSON. It is bounded, as a small model may otherwise generate nothing else.
 _BLANKS = r"[ \t]{0,8}(\r?\n[ \t]{0,64})?"
 _OVERLAPPING = (
-    "alternatives of oneOf that one value may fit together cannot be held; use anyOf, or tell them apart by a const"
+    "alternatives of oneOf that one value may fit together cannot be enforced; use anyOf or distinguish them by a const"
 )
 
 
@@ -58,7 +58,7 @@ class GrammarCompiler:
 
     Args:
         path: of the model.
-        tokenizer: `load_text_tokenizer` of it, where it is there already.
+        tokenizer: `load_text_tokenizer` of it, if it is loaded already.
     """
 
     def __init__(self, path: str, tokenizer: Any = None) -> None:
@@ -105,13 +105,13 @@ class GrammarCompiler:
         buffer = ctypes.create_string_buffer(size * len(constraints))
         matchers = [(each.matcher, place) for place, each in enumerate(constraints.values())]
         self._executor.unsafe_compute_mask_ptr(matchers, ctypes.addressof(buffer), size, len(matchers))
-        whole = buffer.raw
+        masks = buffer.raw
         found = {}
         for place, (number, constraint) in enumerate(constraints.items()):
             if constraint.matcher.is_error():  # its mask allows the end of the text only
                 constraint.problem = constraint.matcher.get_error()
             else:
-                found[number] = whole[place * size :][:size]
+                found[number] = masks[place * size :][:size]
         return found
 
     def close(self) -> None:
@@ -140,15 +140,15 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # finds out whether an answer can begin
         if matcher.is_error():
             return matcher, _short(matcher.get_error())
-        # Read leniently, these become alternatives, of which an answer may then fit several.
+        # In lenient mode these become alternatives, of which an answer may then fit several.
         overlapping = any(each.startswith("oneOf") for each in matcher.get_grammar_warnings())
         return matcher, _OVERLAPPING if overlapping else ""
 
     def _error(self, grammar: Grammar, problem: str) -> GrammarError:
         """The error about the part of a grammar, and the property of a schema, that cannot be used."""
         for _, part in grammar.parts:
-            if said := self._matcher(part)[1]:
-                return self._error(part, said)
+            if part_problem := self._matcher(part)[1]:
+                return self._error(part, part_problem)
         if grammar.kind == "json_schema":
             path, problem = find_problem(
                 json.loads(grammar.text), lambda schema: self._matcher(Grammar("json_schema", json.dumps(schema)))[1]
@@ -173,7 +173,7 @@ class GrammarCompiler:
 
 
 def _named(grammar: Grammar, name: str = "answer") -> Iterator[tuple[str, Grammar]]:
-    """What llguidance gets: a grammar, and if it is a Lark grammar, what it names, with what that names itself."""
+    """A grammar by its name for llguidance, and the grammars that it refers to, and those that these refer to."""
     yield name, grammar
     if grammar.kind == "lark":
         for part_name, part in grammar.parts:
@@ -183,7 +183,7 @@ def _named(grammar: Grammar, name: str = "answer") -> Iterator[tuple[str, Gramma
 def _schema_source(schema: Any) -> dict[str, Any]:
     """A schema in llguidance's form.
 
-    Its lenient reading passes over formats that it does not know and keywords that it cannot hold a text to.
+    Its lenient mode ignores formats that it does not know and keywords that it cannot enforce.
     """
     options = {"whitespace_pattern": _BLANKS, "lenient": True}
     return {"json_schema": {**schema, "x-guidance": options} if isinstance(schema, dict) else schema}
@@ -218,5 +218,5 @@ def _short(problem: str) -> str:
     if problem.startswith("NoExtensionBias"):
         return "nothing fits it after what the answer has"
     if "look-around" in problem:
-        return "a pattern with look-around ((?=, (?!, (?<=, (?<!) cannot be held; leave it out, or write it without"
+        return "a pattern with look-around ((?=, (?!, (?<=, (?<!) cannot be enforced; leave it out, or write it without"
     return " ".join(problem.partition("<state>")[0].split())[:500]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page table of the key/value cache, as the scheduler sees it: a copy of the native cache's own.
+"""The block table of the KV cache for the scheduler, a copy of the native cache's own; a block is called page here.
 
 Only whole pages are shared, so that the counts here equal those of the native cache, and no page is ever copied. The
 sequence of an ended request stays in the cache until its pages are needed (a prefix cache): its pages are found by

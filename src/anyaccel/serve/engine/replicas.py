@@ -107,11 +107,11 @@ class ReplicaEngine(Engine, Protocol):
         """The number of pages that its cache has room for."""
 
     def alive(self) -> bool:
-        """Whether it is ready, or a step is late only."""
+        """Whether it is ready, except that a step may be late."""
 
 
 class Silent:
-    """A screen that shows nothing, for the replicas after the first, which would repeat its lines."""
+    """A watcher that shows nothing, for the replicas after the first, which would repeat its lines."""
 
     def line(self, text: str) -> None:
         pass
@@ -123,11 +123,11 @@ class Silent:
 class Replicas:
     """See `Engine`; `Routes` says which of them gets a request.
 
-    One whose engine fails before anything has come of its answer goes to another engine, if one is ready. One whose
-    answer has begun ends with EngineStoppedError.
+    A request whose engine fails before the first part of its answer goes to another engine, if one is ready. If its
+    answer has begun, it ends with EngineStoppedError.
 
     Args:
-        timeout_s: of a request that does not say its own.
+        timeout_s: of a request that does not set it.
     """
 
     def __init__(self, engines: Sequence[ReplicaEngine], shares: bool = True, timeout_s: float = float("inf")) -> None:
@@ -211,7 +211,7 @@ class Replicas:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     def _choose(self, prompt: Sequence[int], failed: Collection[int]) -> int:
-        """The engine for this prompt; one that restarts, or whose step is late, only where all others are too."""
+        """The engine for this prompt; one that restarts, or whose step is late, only if all others do too."""
         for number, engine in enumerate(self._engines):
             if not engine.alive():
                 self._routes.forget(number)

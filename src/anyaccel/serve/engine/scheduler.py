@@ -2,9 +2,9 @@
 """Which request gets how many tokens in the next step: continuous batching, as a pure class.
 
 Running answers get one token in every step. What else a step may compute (`Rates`) goes to chunks of prompts: first to
-prompts that have begun, then to requests that wait, and among both to the key that has been served least. When the
-cache is full, it first evicts idle sequences, then preempts the youngest request, which resumes later with what it has
-generated so far as a part of its prompt.
+prompts that have begun, then to requests that wait, and among both to the key with the fewest computed tokens. When the
+cache is full, it first evicts idle sequences, then preempts the youngest request, which resumes later with its answer
+so far as a part of its prompt.
 
 The class has no threads, clock or model: `plan()` says what to compute, and `done()` takes the results.
 """
@@ -67,7 +67,7 @@ class ScheduledRequest:
     shares: bool = True
     deadline: float = float("inf")
     sequence: CachedSequence = field(init=False)
-    started: bool = False  # whether the decoder has been told of it
+    started: bool = False  # whether the decoder has it
     cached: int = 0  # tokens of its prompt that were in the prefix cache when it started
     cancelled: bool = False
 
@@ -103,7 +103,7 @@ class ScheduledRequest:
 
 
 class Scheduler:
-    """See the module."""
+    """Decides which requests take part in the next step; see the module."""
 
     def __init__(self, limits: SchedulerLimits, rates: Rates | None = None) -> None:
         self.limits = limits
@@ -118,7 +118,7 @@ class Scheduler:
         self._last_end: float | None = None
         self._counts: Counter[str] = Counter()  # counters of `Stats`
 
-    # --- from outside
+    # --- requests
 
     def submit(self, request: ScheduledRequest) -> None:
         """Put a request into the queue.
@@ -139,7 +139,7 @@ class Scheduler:
             # One key must not keep the others out: each may have its share of the queue, up to twice the limit in all.
             own, share = self._queue.share(request.key, self.limits.max_waiting)
             if own >= share or waiting >= 2 * self.limits.max_waiting:
-                raise EngineFullError(f"{waiting} requests wait already; come again later", self._retry_after(waiting))
+                raise EngineFullError(f"{waiting} requests wait already; try again later", self._retry_after(waiting))
         self._requests[request.id] = request
         self._queue.open(request)
 
@@ -167,7 +167,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether a plan would be empty: no request is open, and the decoder was told of all that have ended."""
+        """Whether a plan would be empty: no request is open, and the decoder has dropped all that have ended."""
         return not self._requests and not self._changes
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
@@ -186,7 +186,7 @@ class Scheduler:
     # --- a step
 
     def plan(self, now: float) -> StepPlan:
-        """The next step; it runs nothing if there is nothing to compute until another request comes or a deadline."""
+        """The next step; it is empty if there is nothing to compute until another request or a deadline comes."""
         plan = StepPlan()
         for request in list(self._requests.values()):
             if request.cancelled:
@@ -219,13 +219,13 @@ class Scheduler:
         return max(1, min(room, left))
 
     def done(
-        self, plan: StepPlan, tokens: Sequence[int], seconds: float, now: float, wrong: Collection[int] = ()
+        self, plan: StepPlan, tokens: Sequence[int], seconds: float, now: float, failed: Collection[int] = ()
     ) -> list[tuple[int, End]]:
         """Take the results of a plan.
 
         Args:
             tokens: the new token of each request of plan.run, in order; negative: it has none, as its prompt goes on.
-            wrong: requests that could not be computed: the plan has not changed them, and they end.
+            failed: requests that could not be computed: the step has not changed them, and they end.
 
         Returns:
             The requests that have ended, and why.
@@ -235,7 +235,7 @@ class Scheduler:
         self._counts["steps"] += 1
         for (number, count), token in zip(plan.run.items(), tokens, strict=True):
             request = self._requests[number]
-            if number in wrong:
+            if number in failed:
                 self._end(request, "error", ended, now)
                 continue
             self._record_progress(request, count)

@@ -11,20 +11,19 @@ from anyaccel.numerals import whole_number
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """See the attributes.
+    """How the engine schedules and caches.
 
     Attributes:
         max_batch: requests that run at once.
         max_context: tokens of a prompt and its answer; 0: what the model takes.
         cache_bytes: of keys and values; 0: a quarter of the memory that is available.
-        max_waiting: requests that may wait; one more is told to come again later.
-        step_s: what a running answer should wait for its next token at most, when prompts come beside it; 0: chosen
-            from measured rates.
-        timeout_s: of a request that does not say its own.
-        prefix_cache: whether requests that begin alike share what is computed.
+        max_waiting: requests that may wait; further ones are refused.
+        step_s: the longest step while answers run and prompts are processed; 0: chosen from measured rates.
+        timeout_s: of a request that does not set it.
+        prefix_cache: whether requests share cached prefixes.
         draft_tokens: the most drafted tokens that a step verifies for an answer; 0: no drafts.
-        draft_model: whether a draft model proposes them (the model's options name it); False: a lookup in the text.
-        replicas: engines that have the whole model each, on cores of their own, with a part of `cache_bytes`; 0: one a
+        draft_model: whether a draft model proposes them (the model's options name it); False: n-grams of the text.
+        replicas: engines with the whole model, each on its own cores and with a part of `cache_bytes`; 0: one for each
             NUMA node.
 
     Raises:

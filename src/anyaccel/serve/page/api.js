@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the page asks of its server, at addresses relative to its own, so that it works below a proxy's path.
+// Requests to the server, at addresses relative to the page's own, so that it works below a proxy's path.
 
 import { getKey } from "./store.js";
 
@@ -8,8 +8,8 @@ function headers(more = {}) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
-/** An error that the server has told. */
-export class Refused extends Error {
+/** An error from the server. */
+export class ServerError extends Error {
   constructor(message, status, code = "") {
     super(message);
     this.status = status;
@@ -17,19 +17,19 @@ export class Refused extends Error {
   }
 }
 
-async function refused(answer) {
+async function serverError(answer) {
   try {
     const { message, code } = (await answer.json()).error;
-    return new Refused(message, answer.status, code);
+    return new ServerError(message, answer.status, code);
   } catch {
     // no error of the API: of a proxy, for example
-    return new Refused(`The server answered with ${answer.status}.`, answer.status);
+    return new ServerError(`The server answered with ${answer.status}.`, answer.status);
   }
 }
 
 export async function models() {
   const answer = await fetch("v1/models", { headers: headers() });
-  if (!answer.ok) throw await refused(answer);
+  if (!answer.ok) throw await serverError(answer);
   return (await answer.json()).data;
 }
 
@@ -55,7 +55,7 @@ async function* events(body) {
   }
 }
 
-/** The parts of an answer as they come: {content, thoughts, finish, usage}. */
+/** The parts of an answer as they come: {content, reasoning, finish, usage}. */
 export async function* chat(body, signal) {
   const answer = await fetch("v1/chat/completions", {
     method: "POST",
@@ -63,17 +63,17 @@ export async function* chat(body, signal) {
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
-  if (!answer.ok) throw await refused(answer);
+  if (!answer.ok) throw await serverError(answer);
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
-    const said = JSON.parse(data);
-    if (said.error) throw new Refused(said.error.message, 200);
-    const choice = said.choices[0];
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ServerError(chunk.error.message, 200);
+    const choice = chunk.choices[0];
     yield {
       content: choice?.delta.content ?? "",
-      thoughts: choice?.delta.reasoning_content ?? "",
+      reasoning: choice?.delta.reasoning_content ?? "",
       finish: choice?.finish_reason ?? null,
-      usage: said.usage ?? null,
+      usage: chunk.usage ?? null,
     };
   }
 }

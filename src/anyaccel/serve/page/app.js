@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chat page: conversations at the left, messages, and what writes them.
+// The chat page: conversations at the left, messages, and the composer.
 
-import { Refused, chat, models } from "./api.js";
-import * as kept from "./conversations.js";
+import { ServerError, chat, models } from "./api.js";
+import * as conversations from "./conversations.js";
 import { copyButton, element, markdown } from "./markdown.js";
 import * as store from "./store.js";
 
@@ -11,8 +11,8 @@ const { settings } = store;
 const SAVE_MS = 1000; // between two times that an answer is kept while it comes
 const running = new Map(); // conversation -> the AbortController of the answer that comes
 const nodes = new WeakMap(); // message -> its node, where it is shown
-let leaving = false; // the page goes, and the browser breaks off what comes
-let current = kept.all()[0] ?? kept.create();
+let leaving = false; // the page is left, and the browser breaks off running answers
+let current = conversations.all()[0] ?? conversations.create();
 
 // Theme -------------------------------------------------------------------------------------------------------
 
@@ -62,10 +62,10 @@ async function showModels() {
     at("model").value = found.some((each) => each.id === settings.model) ? settings.model : found[0].id;
     at("model").disabled = false;
   } catch (error) {
-    const text = error instanceof Refused && error.status === 401 ? "API key needed" : "no server";
+    const text = error instanceof ServerError && error.status === 401 ? "API key needed" : "no server";
     at("model").replaceChildren(element("option", { value: "" }, text));
     at("model").disabled = true;
-    if (error instanceof Refused && error.status === 401) {
+    if (error instanceof ServerError && error.status === 401) {
       at("settings").hidden = false;
       at("open-settings").setAttribute("aria-expanded", "true");
       at("key").focus();
@@ -81,31 +81,31 @@ at("model").addEventListener("change", (event) => {
 
 function keep(conversation) {
   const id = conversation.id;
-  kept.keep(conversation);
+  conversations.keep(conversation);
   showNotice();
   if (conversation.id !== id) showList(); // another tab has changed it: this is a copy now
 }
 
-/** Say what is in this tab alone, and what to do about it. */
+/** Show that something is in this tab alone, and what to do about it. */
 function showNotice() {
-  at("notice").hidden = !kept.isUnsaved();
-  if (!kept.isUnsaved()) return;
-  const words = `${kept.problem()} Delete conversations that you do not need, or download all of them.`;
+  at("notice").hidden = !conversations.isUnsaved();
+  if (!conversations.isUnsaved()) return;
+  const words = `${conversations.problem()} Delete conversations that you do not need, or download all of them.`;
   at("notice").replaceChildren(element("span", {}, words), button("Download all", download));
 }
 
 function download() {
-  const url = URL.createObjectURL(new Blob([kept.exported()], { type: "application/json" }));
+  const url = URL.createObjectURL(new Blob([conversations.exported()], { type: "application/json" }));
   element("a", { href: url, download: "conversations.json" }).click();
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 at("download").addEventListener("click", download);
 
-kept.watch({
+conversations.watch({
   isBusy: (conversation) => running.has(conversation),
   changed(conversation, isRemoved) {
     if (isRemoved) running.get(conversation)?.abort();
-    if (isRemoved && conversation === current) choose(kept.all()[0] ?? kept.create());
+    if (isRemoved && conversation === current) choose(conversations.all()[0] ?? conversations.create());
     else if (conversation === current && !document.querySelector(".edit")) show(true);
     else showList();
   },
@@ -136,10 +136,10 @@ function choose(conversation) {
   show();
   at("text").focus();
 }
-at("new").addEventListener("click", () => choose(kept.create()));
+at("new").addEventListener("click", () => choose(conversations.create()));
 
 function showList() {
-  const entries = kept.all().map((each) =>
+  const entries = conversations.all().map((each) =>
     element(
       "div",
       { class: each === current ? "entry current" : "entry" },
@@ -153,9 +153,9 @@ function showList() {
 function forget(conversation) {
   if (!confirm(`Delete “${conversation.title || "Untitled"}”?`)) return;
   running.get(conversation)?.abort();
-  kept.remove(conversation);
+  conversations.remove(conversation);
   showNotice();
-  if (conversation === current) choose(kept.all()[0] ?? kept.create());
+  if (conversation === current) choose(conversations.all()[0] ?? conversations.create());
   else showList();
 }
 
@@ -186,11 +186,11 @@ function button(text, action) {
 }
 
 function speed(message) {
-  const told = message.stats;
-  const parts = told ? [`${told.tokens} tokens`] : [];
-  if (told?.rate) parts.push(`${told.rate.toFixed(1)} tokens/s`);
-  if (told) parts.push(`first after ${told.first.toFixed(2)} s`);
-  const state = kept.stateOf(message);
+  const stats = message.stats;
+  const parts = stats ? [`${stats.tokens} tokens`] : [];
+  if (stats?.rate) parts.push(`${stats.rate.toFixed(1)} tokens/s`);
+  if (stats) parts.push(`first after ${stats.first.toFixed(2)} s`);
+  const state = conversations.stateOf(message);
   if (state === "interrupted") parts.push("interrupted: the page was closed while this answer came");
   if (state === "coming") parts.push("this answer comes in another tab");
   if (message.finish === "length") parts.push("cut by the most tokens");
@@ -215,10 +215,10 @@ function messageNode(message, place) {
   } else {
     fill(body, message);
     under.append(copyButton(() => message.content));
-    if (place === current.messages.length - 1) under.append(button("Regenerate", () => again(place)));
+    if (place === current.messages.length - 1) under.append(button("Regenerate", () => regenerate(place)));
     under.append(element("span", { class: "speed" }, speed(message)));
     const later = () => node.isConnected && node.replaceWith(messageNode(message, place));
-    if (kept.stateOf(message) === "coming") setTimeout(later, kept.LIVES_MS); // unless its tab keeps more of it
+    if (conversations.stateOf(message) === "coming") setTimeout(later, conversations.LIVES_MS); // unless its tab keeps more of it
   }
   return node;
 }
@@ -226,11 +226,11 @@ function messageNode(message, place) {
 /** An answer, as far as it has come. */
 function fill(body, message, waiting = false) {
   const nodes = [];
-  if (message.thoughts) {
+  if (message.reasoning) {
     const open = body.querySelector("details")?.open ?? (waiting && !message.content);
-    const thoughts = element("details", { class: "thoughts", open }, element("summary", {}, "Thoughts"));
-    thoughts.append(element("div", {}, message.thoughts.trim()));
-    nodes.push(thoughts);
+    const reasoning = element("details", { class: "reasoning", open }, element("summary", {}, "Reasoning"));
+    reasoning.append(element("div", {}, message.reasoning.trim()));
+    nodes.push(reasoning);
   }
   nodes.push(...markdown(message.content));
   if (message.wrong) nodes.push(element("div", { class: "wrong", role: "alert" }, message.wrong));
@@ -238,9 +238,9 @@ function fill(body, message, waiting = false) {
   body.replaceChildren(...nodes);
 }
 
-function again(place) {
+function regenerate(place) {
   stop();
-  running.delete(current); // what it still does is over
+  running.delete(current); // its answer is not wanted any more
   current.messages.length = place;
   generate();
 }
@@ -291,23 +291,23 @@ function showRunning() {
   at("stop").hidden = !running.has(current);
 }
 
-/** The page goes, and what comes with it: keep what has come, with a mark. */
+/** The page is left, which breaks off running answers: keep them as far as they came, with a mark. */
 window.addEventListener("pagehide", () => {
   leaving = true;
   for (const [conversation, { message }] of running) {
     delete message.coming;
     message.finish = "interrupted";
-    kept.keep(conversation);
+    conversations.keep(conversation);
   }
 });
 window.addEventListener("pageshow", (event) => {
-  if (event.persisted) location.reload(); // what came when it was left has been broken off
+  if (event.persisted) location.reload(); // the answers that ran when it was left have been broken off
 });
 window.addEventListener("beforeunload", (event) => {
-  if (kept.isUnsaved()) event.preventDefault(); // the browser asks whether to leave
+  if (conversations.isUnsaved()) event.preventDefault(); // the browser asks whether to leave
 });
 
-function asked(conversation) {
+function requestBody(conversation) {
   const messages = conversation.messages
     .filter((each) => each.content)
     .map(({ role, content }) => ({ role, content }));
@@ -317,9 +317,9 @@ function asked(conversation) {
   return body;
 }
 
-/** An error in words for people. */
-function said(error) {
-  if (!(error instanceof Refused)) return `The server cannot be reached (${error.message}).`;
+/** An error as text for the user. */
+function errorText(error) {
+  if (!(error instanceof ServerError)) return `The server cannot be reached (${error.message}).`;
   if (error.code !== "context_length_exceeded") return error.message;
   return "This conversation is longer than the model can read. Begin a new one, or edit an earlier message.";
 }
@@ -332,8 +332,8 @@ function isSelected(node) {
 async function generate() {
   const conversation = current;
   const controller = new AbortController();
-  const body = asked(conversation);
-  const message = { role: "assistant", content: "", thoughts: "", coming: Date.now() };
+  const body = requestBody(conversation);
+  const message = { role: "assistant", content: "", reasoning: "", coming: Date.now() };
   controller.message = message;
   running.set(conversation, controller);
   conversation.messages.push(message);
@@ -366,11 +366,11 @@ async function generate() {
   }, SAVE_MS);
   try {
     for await (const part of chat(body, controller.signal)) {
-      if (part.content || part.thoughts) {
+      if (part.content || part.reasoning) {
         first ||= performance.now();
         pieces += 1;
         message.content += part.content;
-        message.thoughts += part.thoughts;
+        message.reasoning += part.reasoning;
         drawn ||= requestAnimationFrame(draw);
       }
       message.finish = part.finish ?? message.finish;
@@ -378,7 +378,7 @@ async function generate() {
     }
   } catch (error) {
     if (controller.signal.aborted) message.finish = "stopped";
-    else message.wrong = said(error);
+    else message.wrong = errorText(error);
   }
   clearInterval(saving);
   if (leaving) return;
@@ -388,12 +388,12 @@ async function generate() {
   if (first) {
     message.stats = { tokens, rate: tokens > 1 ? (tokens - 1) / seconds : 0, first: (first - start) / 1000 };
   }
-  if (!message.thoughts) delete message.thoughts;
+  if (!message.reasoning) delete message.reasoning;
   if (!isMine()) return; // another answer has taken its place
   running.delete(conversation);
-  const isEmpty = !message.content && !message.thoughts && !message.wrong;
+  const isEmpty = !message.content && !message.reasoning && !message.wrong;
   if (isEmpty && message.finish === "stopped") conversation.messages.pop();
-  if (kept.all().includes(conversation)) keep(conversation); // else it was deleted
+  if (conversations.all().includes(conversation)) keep(conversation); // else it was deleted
   if (conversation !== current) return;
   if (!conversation.messages.includes(message)) {
     show();
@@ -428,10 +428,10 @@ text.addEventListener("keydown", (event) => {
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!text.value.trim() || running.has(current)) return;
-  const said = text.value;
+  const content = text.value;
   text.value = "";
   fit();
-  say(said);
+  say(content);
 });
 
 showTheme();

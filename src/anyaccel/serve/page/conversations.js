@@ -91,11 +91,11 @@ export function stateOf(message) {
 export const exported = () => JSON.stringify(list, null, 1);
 
 /**
- * Tell what other tabs do: `changed(conversation, isRemoved)`. While a conversation `isBusy`, or is not kept, their changes
+ * Report what other tabs do: `changed(conversation, isRemoved)`. While a conversation `isBusy`, or is not saved, changes
  * of it are left for `keep` to find.
  */
-export function watch(told) {
-  watcher = told;
+export function watch(handlers) {
+  watcher = handlers;
 }
 
 function take(key) {

@@ -3,8 +3,8 @@
 
 import { element } from "./markdown.js";
 
-const told = await (await fetch("openapi.json")).json();
-const shape = (reference) => told.components.schemas[reference.split("/").at(-1)];
+const openapi = await (await fetch("openapi.json")).json();
+const shape = (reference) => openapi.components.schemas[reference.split("/").at(-1)];
 
 function kind(schema) {
   if (!schema) return "";
@@ -27,7 +27,7 @@ function fields(schema) {
   return element("table", {}, element("tbody", {}, ...rows));
 }
 
-for (const [path, methods] of Object.entries(told.paths)) {
+for (const [path, methods] of Object.entries(openapi.paths)) {
   for (const [method, each] of Object.entries(methods)) {
     const takes = each.requestBody?.content["application/json"].schema;
     const section = element(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's requests and answers as pydantic models, errors, and bounds on what a client sends."""
+"""What requests of several APIs share, as pydantic models; errors, and bounds on what a client sends."""

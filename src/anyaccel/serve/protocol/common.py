@@ -54,7 +54,7 @@ Choices = Annotated[
 
 
 class StructuredOutputs(Shape):
-    """vLLM's field of this name: one of them."""
+    """vLLM's `structured_outputs`: one of the fields is set."""
 
     json_value: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -64,7 +64,7 @@ class StructuredOutputs(Shape):
 
 
 class GenerationFields(Shape):
-    """How an answer is made, in all requests that make one."""
+    """What all requests that generate text have."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -96,7 +96,7 @@ class GenerationFields(Shape):
 
 
 class SamplingFields(GenerationFields):
-    """What chat and plain completions add."""
+    """What OpenAI's chat and plain completions add."""
 
     n: Annotated[int, Field(ge=1, le=limits.MOST_ANSWERS)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=limits.MOST_STOPS)] | None = None
@@ -124,7 +124,7 @@ class SamplingFields(GenerationFields):
 
 
 class ContentPart(Shape):
-    """Text; other kinds are refused by name, and nothing that they point to is read."""
+    """Text; other kinds are refused by name, and nothing that they refer to is read."""
 
     type: str
     text: Text | None = None
@@ -173,7 +173,7 @@ class NamedTool(Shape):
 
 
 class TemplateFields(Shape):
-    """What vLLM's requests say of the model's chat template."""
+    """vLLM's fields about the model's chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

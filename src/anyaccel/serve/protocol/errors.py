@@ -15,8 +15,8 @@ from anyaccel.outside import line, shown
 from anyaccel.serve.interface import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
 
 _FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
-# Our words for pydantic's messages that say less, or that use Python's names.
-_WORDS = {"missing": "is required", "none_required": "must be null"}
+# Our messages instead of those of pydantic that say less, or that use Python's names.
+_MESSAGES = {"missing": "is required", "none_required": "must be null"}
 
 
 class ApiError(Exception):
@@ -25,7 +25,7 @@ class ApiError(Exception):
     Attributes:
         status: of HTTP.
         param: the field that is wrong.
-        retry_after_s: when to come again.
+        retry_after_s: seconds after which to try again.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ def wrong(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def invalid(error: ValidationError, given: Any) -> ApiError:
-    """The error for a body that pydantic has refused, with the place named as the client wrote it."""
+    """The error for a body that pydantic has refused; it names the field as the client wrote it."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # For a field with several allowed forms pydantic lists an error of each. The one with the longest path is of the
-    # form that was meant, except that a length is only checked where the form is right.
+    # form that was meant, except that a length is only checked if the form is right.
     paths = [_path(each["loc"], given, each["type"] == "missing") for each in found]
     first = paths[0][:1]
     place, chosen = max(
@@ -74,7 +74,7 @@ def invalid(error: ValidationError, given: Any) -> ApiError:
         key=lambda pair: (pair[1]["type"] == "too_long", len(pair[0]), not pair[1]["type"].endswith("_type")),
     )
     param = _written(place)
-    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
+    text = _MESSAGES.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     show_value = chosen["type"] not in ("missing", "too_long", "too_short")  # pydantic's text has the length
     value = f", not {shown(_at(given, place))}" if show_value else ""
     return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)

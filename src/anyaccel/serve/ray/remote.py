@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of a process that speaks HTTP: replicas somewhere in the cluster, as one."""
+"""The engine of an API process: the replicas of the cluster as one."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _LATE_S = 5.0  # that a replica may take to report that a request's deadline has
 class RemoteEngine:
     """See `Engine`.
 
-    A request whose replica ends before anything has come of its answer goes to another one. One whose answer has begun
+    A request whose replica ends before the first part of its answer goes to another one. If its answer has begun, it
     ends with EngineStoppedError.
 
     Args:
         facts: of the model, as a replica reports them.
-        timeout_s: of a request that does not say its own.
+        timeout_s: of a request that does not set it.
     """
 
     def __init__(self, model: DeploymentHandle[Any], facts: ModelFacts, timeout_s: float) -> None:

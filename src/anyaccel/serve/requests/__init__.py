@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From requests to tokens and back: conversations, templates, grammars, tool calls, thoughts."""
+"""From requests to tokens and back: conversations, templates, grammars, tool calls, reasoning."""

@@ -17,7 +17,27 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _QUEUED = (0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_LATENCY = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+)
 _TOKENS = tuple(float(each * 10**power) for power in range(6) for each in (1, 2, 5))
 
 
@@ -53,7 +73,7 @@ class Metrics:
         self.first_token = Histogram(_FIRST)
         self.queued = Histogram(_QUEUED)
         self.between_tokens = Histogram(_BETWEEN)
-        self._whole = Histogram(_WHOLE)
+        self._latency = Histogram(_TOTAL)
         self._prompt = Histogram(_TOKENS)
         self._answer = Histogram(_TOKENS)
         self._finished: Counter[str] = Counter()
@@ -63,7 +83,7 @@ class Metrics:
         """Count an answer that has ended with "stop", "length", "abort" (the client has gone) or "error"."""
         self._finished[reason] += 1
         if reason in ("stop", "length"):
-            self._whole.observe(seconds)
+            self._latency.observe(seconds)
             self._prompt.observe(prompt)
             self._answer.observe(answer)
 
@@ -72,16 +92,16 @@ class Metrics:
         self._answered[method, path, status] += 1
 
     def text(self, model: str, stats: Stats) -> str:
-        """The whole page."""
+        """The text of /metrics."""
         return "\n".join([*self._lines(f'model_name="{_label(model)}"', stats), ""])
 
     def _lines(self, labels: str, stats: Stats) -> Iterator[str]:
         used = stats.cache_used / stats.cache_total if stats.cache_total else 0.0
         for name, value, meaning in (
-            ("num_requests_running", stats.running, "Requests that are computed."),
+            ("num_requests_running", stats.running, "Requests that run."),
             ("num_requests_waiting", stats.waiting, "Requests that wait."),
-            ("kv_cache_usage_perc", used, "Part of the cache of keys and values that running requests hold; 1: all."),
-            ("kv_cache_bytes", stats.cache_total, "Size of the cache of keys and values."),
+            ("kv_cache_usage_perc", used, "Part of the KV cache that running requests hold; 1: all."),
+            ("kv_cache_bytes", stats.cache_total, "Size of the KV cache."),
         ):
             yield from self._family(name, "gauge", meaning, [f"anyaccel:{name}{{{labels}}} {value!r}"])
         for name, count, meaning in (
@@ -89,17 +109,17 @@ class Metrics:
             ("prefix_cache_hits_total", stats.prefix_hits, "Tokens of prompts that were in the cache."),
             ("prompt_tokens_total", stats.prompt_tokens, "Tokens of prompts that were computed."),
             ("generation_tokens_total", stats.generation_tokens, "Tokens of answers."),
-            ("num_preemptions_total", stats.preemptions, "Requests put back because the cache was full."),
-            ("engine_steps_total", stats.steps, "Calls of the decoder."),
-            ("spec_decode_num_draft_tokens_total", stats.drafted, "Tokens of answers that were guessed."),
-            ("spec_decode_num_accepted_tokens_total", stats.accepted, "Guessed tokens that were right."),
+            ("num_preemptions_total", stats.preemptions, "Requests that were preempted because the cache was full."),
+            ("engine_steps_total", stats.steps, "Steps of the decoder."),
+            ("spec_decode_num_draft_tokens_total", stats.drafted, "Drafted tokens of answers."),
+            ("spec_decode_num_accepted_tokens_total", stats.accepted, "Drafted tokens that were accepted."),
         ):
             yield from self._family(name, "counter", meaning, [f"anyaccel:{name}{{{labels}}} {count}"])
         for name, histogram, meaning in (
-            ("request_queue_time_seconds", self.queued, "From a request to the first step that computes of it."),
+            ("request_queue_time_seconds", self.queued, "From a request to the first step with its tokens."),
             ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
             ("inter_token_latency_seconds", self.between_tokens, "Between two tokens of an answer."),
-            ("e2e_request_latency_seconds", self._whole, "From a request to the end of its answer."),
+            ("e2e_request_latency_seconds", self._latency, "From a request to the end of its answer."),
             ("request_prompt_tokens", self._prompt, "Tokens of a prompt."),
             ("request_generation_tokens", self._answer, "Tokens of an answer."),
         ):
