@@ -19,7 +19,7 @@ import serving
 from anyaccel.errors import UsageError
 from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.ranks.control import RankError, StepDeadline
-from anyaccel.serve.engine.engine import open_engine
+from anyaccel.serve.engine.opening import open_engine
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.interface import EngineStoppedError, GenerationRequest, SamplingParams
 from rank_processes import ranks_below

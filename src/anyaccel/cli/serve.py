@@ -204,7 +204,7 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
     Raises:
         AnyAccelError: it cannot be loaded.
     """
-    from anyaccel.serve.engine.engine import open_engine
+    from anyaccel.serve.engine.opening import open_engine
     from anyaccel.serve.engine.settings import EngineSettings
 
     chosen = EngineSettings(

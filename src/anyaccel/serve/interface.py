@@ -211,7 +211,7 @@ class ModelFacts:
 class Engine(Protocol):
     """Answers many requests at once. All methods are called from one event loop, and never block it.
 
-    An engine is made by `anyaccel.serve.engine.engine.open_engine(path, options, screen)`.
+    An engine is made by `anyaccel.serve.engine.opening.open_engine(path, options, screen)`.
     """
 
     facts: ModelFacts

@@ -11,8 +11,9 @@ import pytest
 from anyaccel import topology
 from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.ranks.control import plan_ranks
-from anyaccel.serve.engine import engine
+from anyaccel.serve.engine import opening
 from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.interface import ModelFacts
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
 
@@ -76,15 +77,15 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
 
         def __init__(self, load: Any, settings: EngineSettings, _: object) -> None:
             load(None)
-            self.facts = engine.ModelFacts(1, 1, frozenset(), 1, "fp32", ("plan: one process",))
+            self.facts = ModelFacts(1, 1, frozenset(), 1, "fp32", ("plan: one process",))
 
     def load(*arguments: Any) -> None:
         settings, replica = arguments[3], arguments[-1]
         asked.append((replica, settings.replicas))
 
-    monkeypatch.setattr(engine, "ServingEngine", Engine)
-    monkeypatch.setattr(engine, "open_decoder", load)
-    engine.open_engine(Path("model"), ModelOptions(), None, EngineSettings(replicas=0))  # type: ignore[arg-type]
+    monkeypatch.setattr(opening, "ServingEngine", Engine)
+    monkeypatch.setattr(opening, "open_decoder", load)
+    opening.open_engine(Path("model"), ModelOptions(), None, EngineSettings(replicas=0))  # type: ignore[arg-type]
     count = len(machine.nodes_with_cores())
     assert asked == [(replica, count) for replica in range(count)]
     nodes = [each if isinstance(each, tuple) else (each,) for _, _, each in expected]

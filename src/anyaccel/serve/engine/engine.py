@@ -16,17 +16,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.serve.engine.checks import check_prompt, check_request, native_options
-from anyaccel.serve.engine.decoders import open_decoder
 from anyaccel.serve.engine.delivery import LONGEST_CALL_S, Delivery, ResultStream, Subscriber
 from anyaccel.serve.engine.facts import StepDecoder
 from anyaccel.serve.engine.grammar import Constraint, GrammarCompiler
 from anyaccel.serve.engine.rates import Rates
-from anyaccel.serve.engine.replicas import Replicas, Silent
 from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.engine.step import End, MultiStep, Score, StepInput, StepOutput, StepPlan
@@ -41,8 +38,7 @@ from anyaccel.serve.interface import (
 )
 
 if TYPE_CHECKING:
-    from anyaccel.inference.options import ModelOptions
-    from anyaccel.inference.ranks.backends import Reporter
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -445,46 +441,3 @@ class ServingEngine:
 
 def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token, logprob, tuple(map(tuple, top))) for token, logprob, top in scores)  # type: ignore[arg-type]
-
-
-def open_engine(
-    path: Path,
-    options: ModelOptions,
-    screen: Reporter,
-    settings: EngineSettings | None = None,
-    tokenizer: Any = None,
-) -> ServingEngine | Replicas:
-    """Load a model and begin to serve it.
-
-    Args:
-        tokenizer: of the model (`load_text_tokenizer`), where the caller has it already; for grammars.
-
-    Raises:
-        UsageError: the native runtime does not have this model, or settings are wrong.
-        AnyAccelError: the model cannot be read.
-    """
-    chosen = settings or EngineSettings()
-    if chosen.replicas == 0:
-        from anyaccel.topology import read_machine
-
-        chosen = replace(chosen, replicas=len(read_machine().nodes_with_cores()))
-
-    def one(replica: int) -> ServingEngine:
-        watcher = screen if replica == 0 else Silent()
-        return ServingEngine(
-            lambda check: open_decoder(path, options, watcher, chosen, tokenizer, check, replica),
-            chosen,
-            GrammarCompiler(str(path), tokenizer),
-        )
-
-    if chosen.replicas == 1:
-        return one(0)
-    engines: list[ServingEngine] = []
-    try:
-        while len(engines) < chosen.replicas:
-            engines.append(one(len(engines)))
-    except BaseException:
-        for engine in engines:
-            engine.shut_down()
-        raise
-    return Replicas(engines, chosen.prefix_cache, chosen.timeout_s)

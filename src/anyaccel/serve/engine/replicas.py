@@ -110,16 +110,6 @@ class ReplicaEngine(Engine, Protocol):
         """Whether it is ready, except that a step may be late."""
 
 
-class Silent:
-    """A watcher that shows nothing, for the replicas after the first, which would repeat its lines."""
-
-    def line(self, text: str) -> None:
-        pass
-
-    def progress(self, done: int, total: int) -> None:
-        pass
-
-
 class Replicas:
     """See `Engine`; `Routes` says which of them gets a request.
 

@@ -13,7 +13,7 @@ import ray
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.launch.local.leases import Lease, bind_to, lease_cores
-from anyaccel.serve.engine.engine import open_engine
+from anyaccel.serve.engine.opening import open_engine
 from anyaccel.serve.interface import Chunk, ModelFacts, Stats
 from anyaccel.serve.ray.calls import ReplicaCall, portable
 from anyaccel.serve.ray.options import ServeOptions
