@@ -83,7 +83,7 @@ def test_second_turn_has_the_tokens_of_a_whole_conversation(smollm2: Path) -> No
         "    with_cache = list(backend.tokens(ids, 12, how, Generation()))\n"
         "    before = backend.native.model.cache_used_bytes\n"
         "    talk.append({'role': 'assistant', 'content': backend.tokenizer.decode(with_cache)})\n"
-        "backend.forget()\n"
+        "backend.clear_cache()\n"
         "assert before > 0 and backend.native.model.cache_used_bytes == 0\n"
         "assert list(backend.tokens(ids, 12, how, Generation())) == with_cache\n"
     )

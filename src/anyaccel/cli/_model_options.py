@@ -229,7 +229,7 @@ def parse_drafts(text: str) -> Drafts:
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is loaded."""
-    check_at_least(options, {"tp": 1, "pp": 1, "max_new_tokens": 1, "threads": 0})
+    check_at_least(options, {"max_new_tokens": 1})
     with naming_options(options):
         sampling_of(options)
         model_of(options)

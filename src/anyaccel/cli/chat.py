@@ -110,7 +110,7 @@ class Conversation:
         self._system = self._system if system is None else system
         self._start = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._messages: list[dict[str, str]] = []
-        self._backend.forget()
+        self._backend.clear_cache()
 
     def say(self, text: str) -> None:
         """Tell the user something that is no answer."""

@@ -95,7 +95,7 @@ def _open(options: argparse.Namespace, screen: Screen) -> Backend:
         return open_backend(Path(options.model), model_of(options), screen)
     from anyaccel.inference.ranks.command import start
 
-    return start(Path(options.model), model_of(options), screen, lasting=False, cluster=cluster)
+    return start(Path(options.model), model_of(options), screen, keep_on_interrupt=False, cluster=cluster)
 
 
 def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:
@@ -157,7 +157,7 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "generated_tokens_per_second": result.tokens_per_second,
         "drafted_tokens": result.drafted,
         "accepted_tokens": result.accepted,
-        "peak_memory_bytes": sum(peaks) + backend.beside(),
+        "peak_memory_bytes": sum(peaks) + backend.own_peak(),
         "peak_memory_bytes_by_rank": peaks,
         "accelerator": backend.accelerator,
         "runtime": backend.runtime,

@@ -256,8 +256,9 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is imported or loaded."""
     if options.given is not None and options.model is not None:
         raise UsageError(f"MODEL {options.given} and --model {options.model}: one of them is enough")
-    least = {"tp": 1, "pp": 1, "threads": 0, "max_batch": 1, "max_waiting": 1, "max_context": 0, "cache_bytes": 0}
-    check_at_least(options, least)
+    check_at_least(options, {"max_batch": 1, "max_waiting": 1, "max_context": 0})
+    with naming_options(options):
+        model_of(options)
     if not 0 <= options.drain_seconds <= _LONGEST_S:
         raise UsageError(f"--drain-seconds {options.drain_seconds:g}: must be 0 to {_LONGEST_S:g}")
     if not 0 < options.request_timeout <= _LONGEST_S:

@@ -30,6 +30,7 @@ from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, app
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 from anyaccel.inference.hf.group import group_place, synchronise_sampling
 from anyaccel.inference.hf.precision import PrecisionMethods
+from anyaccel.inference.hf.snapshot import parameter_shapes
 from anyaccel.inference.modules.adapters import MERGE, has_adapters, refuse_adapters
 from anyaccel.inference.modules.stand_in import StandIn
 from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, RankPlace
@@ -258,35 +259,18 @@ def init_inference(
     if isinstance(model, nn.Module):
         settings = _check_module(model, settings)
     place = group_place(settings, accelerator_is_cpu())
-    callbacks = Callbacks(progress)
-    shapes: dict[int, torch.Size] = {}
-    if isinstance(model, nn.Module):
-        from anyaccel.inference.hf.snapshot import parameter_shapes
-
-        shapes = parameter_shapes(model)
+    shapes = parameter_shapes(model) if isinstance(model, nn.Module) else {}
     opened: NativeModel | OwnCode | None = None
     try:
-        opened = open_model(model, settings, place, callbacks)
+        opened = open_model(model, settings, place, Callbacks(progress))
     finally:
-        if isinstance(model, nn.Module) and (opened is None or isinstance(opened, OwnCode)):
+        if isinstance(model, nn.Module) and not isinstance(opened, NativeModel):
             _forbid_use(model, shapes)
     if isinstance(opened, OwnCode):
         if opened.feature:
             logger.warning("%s", opened)
         return own_code_engine(model, settings, place, opened, progress)
-
-    def make() -> nn.Module:
-        return _native_module(model, opened, settings, place.group, shapes)
-
-    if isinstance(model, nn.Module) or place.group is not None:
-        module: nn.Module | LazyModule = make()
-        name = type(module).__name__
-    else:
-        check_dtype(opened.config, f"{Path(model) / 'config.json'}: ")
-        module = LazyModule(make)
-        name = str((opened.config.get("architectures") or [InferenceEngine.__name__])[0])
-    plan = TensorParallelPlan(place.rank % settings.tp, settings.tp)
-    return _engine_class(name)(module, plan, settings, place.group, opened.runtime, native=opened)
+    return _native_engine(model, opened, settings, place, shapes)
 
 
 def _check_module(model: nn.Module, settings: ModelOptions) -> ModelOptions:
@@ -325,22 +309,38 @@ def optimize(
     return init_inference(model, dtype=dtype, progress=progress, **options).module
 
 
-def _native_module(
+def _native_engine(
     model: nn.Module | str | Path,
     native: NativeModel,
     settings: ModelOptions,
-    group: dist.ProcessGroup | None,
+    place: RankPlace,
     shapes: Mapping[int, torch.Size],
-) -> nn.Module:
-    """The Hugging Face model that `native` computes."""
-    from anyaccel.inference.hf.model import make_native, untie_head
+) -> InferenceEngine:
+    """The engine of a native model.
 
-    if isinstance(model, nn.Module):
+    Args:
+        shapes: `parameter_shapes` of a model in memory.
+    """
+
+    def make() -> nn.Module:
+        from anyaccel.inference.hf.model import make_native, untie_head
+
+        dtype = _FLOATS[settings.arithmetic]
         module: Any = model
+        if not isinstance(model, nn.Module):
+            module = native_skeleton(Path(model).expanduser(), native, dtype)
+            untie_head(module, native)
+        return make_native(module, native, dtype, place.group, shapes)
+
+    if isinstance(model, nn.Module) or place.group is not None:
+        module: nn.Module | LazyModule = make()
+        name = type(module).__name__
     else:
-        module = native_skeleton(Path(model).expanduser(), native, _FLOATS[settings.arithmetic])
-        untie_head(module, native)
-    return make_native(module, native, _FLOATS[settings.arithmetic], group, shapes)
+        check_dtype(native.config, f"{Path(model) / 'config.json'}: ")
+        module = LazyModule(make)
+        name = str((native.config.get("architectures") or [InferenceEngine.__name__])[0])
+    plan = TensorParallelPlan(place.rank % settings.tp, settings.tp)
+    return _engine_class(name)(module, plan, settings, place.group, native.runtime, native=native)
 
 
 def _forbid_use(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:

@@ -167,16 +167,34 @@ def _no_drafts(options: ModelOptions, reason: str) -> UsageError:
     return UsageError(f"draft={str(options.draft)!r}: only the native runtime has drafts, which {reason}")
 
 
-def host_accelerator(machine: Machine) -> tuple[str, str] | None:
-    """Name and reason if the accelerator is certainly the host's own processor, found without torch."""
+@dataclass(frozen=True)
+class FoundAccelerator:
+    """The accelerator that a model will run on.
+
+    Attributes:
+        description: its name, and why it was chosen.
+        is_cpu: whether it is the host's own processor.
+    """
+
+    name: str
+    description: str
+    is_cpu: bool
+
+
+def find_accelerator(machine: Machine) -> FoundAccelerator:
+    """The accelerator; torch is imported unless it is certainly the host's own processor."""
     from anyaccel.launch.plan.devices import ACCELERATORS, find_devices
 
-    found = find_devices(machine, os.environ).accelerator
+    name = find_devices(machine, os.environ).accelerator
     asked = os.environ.get("DS_ACCELERATOR", "")
-    kind = ACCELERATORS.get(found)
-    if kind is None or not kind.is_host or (asked and asked != found) or (not asked and _has_extensions()):
-        return None
-    return found, f"{found}, {'DS_ACCELERATOR is set' if asked else FIRST_AVAILABLE}"
+    kind = ACCELERATORS.get(name)
+    if kind is not None and kind.is_host and (asked == name if asked else not _has_extensions()):
+        return FoundAccelerator(name, f"{name}, {'DS_ACCELERATOR is set' if asked else FIRST_AVAILABLE}", True)
+    from anyaccel.accelerator import describe_choice
+    from anyaccel.accelerator.select import silence_detection
+
+    silence_detection()
+    return FoundAccelerator(accelerator_name(), describe_choice(), accelerator_is_cpu())
 
 
 def _has_extensions() -> bool:

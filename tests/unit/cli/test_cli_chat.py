@@ -43,7 +43,7 @@ class Recording:
             result.tokens.append(token)
             yield token
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         pass
 
 

@@ -176,7 +176,7 @@ def trained(folder: Path, size: int, text: list[str]) -> TextTokenizer:
 def test_tokens_through_the_text(tmp_path: Path) -> None:
     own = trained(tmp_path / "own", 300, TEXT[:1])
     other = trained(tmp_path / "other", 290, TEXT[1:])
-    assert not same_tokens(own, other) and same_tokens(own, own)
+    assert not same_tokens(own, other, 290) and same_tokens(own, own, 290)
     for text in TEXT:
         bridge = TextBridge(own, other)
         tokens = own.encode(text)

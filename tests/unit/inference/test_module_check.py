@@ -121,10 +121,6 @@ def test_other_heads_and_models_without_one_are_not_taken_for_causal_lms(tied: b
     torch.testing.assert_close(engine(IDS).last_hidden_state, states, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unchanged_model_runs_natively() -> None:
-    assert anyaccel.init_inference(_llama(tie_word_embeddings=True), dtype="fp32").runtime == "native"
-
-
 def test_asking_for_the_native_runtime_says_what_it_lacks() -> None:
     model = _llama()
     _hooked(model)

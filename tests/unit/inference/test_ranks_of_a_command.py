@@ -164,7 +164,7 @@ class Stopped:
 @pytest.mark.parametrize("said", [[], ['{"kind": "token", "token": 3}']])
 def test_ranks_that_are_stopped_are_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Stopped()
-    backend = command.RanksBackend(processes, lasting=True)  # type: ignore[arg-type]
+    backend = command.RanksBackend(processes, keep_on_interrupt=True)  # type: ignore[arg-type]
     try:
         backend.vocabulary, backend.context, backend.ends, backend.tokenizer = 10, 0, [], None
         for line in said:

@@ -27,14 +27,14 @@ def cluster(tmp_path: Path) -> ClusterOptions:
 def test_ranks_and_slots_have_to_be_as_many(cluster: ClusterOptions) -> None:
     with pytest.raises(UsageError, match=r"--tp 2 are 2 ranks, and the hosts of .* have 3 slots \(here 1, there 2\)"):
         command.start(Path("m"), ModelOptions(tp=2), None, cluster=cluster)  # type: ignore[arg-type]
-    hosts = on_hosts.find_ranks(cluster, 3, "--tp 3")
+    hosts = on_hosts.find_ranks(cluster, ModelOptions(tp=3))
     assert on_hosts.describe(hosts, None) == "hosts: here (rank 0), there (ranks 1-2), by ssh"
 
 
 def test_a_launcher_that_starts_nothing_ends_the_wait(cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "run_cluster", lambda _options, _cluster: 3)
     with pytest.raises(RankError, match="no ranks were started") as raised:
-        on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, 3, ""))
+        on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, ModelOptions(tp=3)))
     assert raised.value.exit_code == 3
 
 
@@ -69,7 +69,7 @@ def test_ranks_call_back_and_errors_name_their_host(
         return 0
 
     monkeypatch.setattr(launching, "run_cluster", run_cluster)
-    processes = on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, 3, ""))
+    processes = on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, ModelOptions(tp=3)))
     try:
         host = "there" if bad else "here"
         ranks = Ranks(processes)
@@ -94,7 +94,7 @@ def test_ranks_that_do_not_start_are_named(cluster: ClusterOptions, monkeypatch:
     monkeypatch.setattr(on_hosts, "_SLICE_MS", 20.0)
     monkeypatch.setenv("ANYACCEL_COMM_TIMEOUT", "0.2")
     with pytest.raises(RankError, match=r"rank 0 on here, rank 2 on there did not start within 0.2 s of the others"):
-        on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, 3, ""))
+        on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, ModelOptions(tp=3)))
 
 
 def test_the_end_of_the_launcher_is_noticed_where_no_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,39 +53,42 @@ def refuse(error: Exception) -> Any:
     return work
 
 
+def other(error: str = "", lacking: str = "", **more: Any) -> dict[str, Any]:
+    """What rank 1 says of itself."""
+    return {"segment": "theirs", "pid": 7, "pid_namespace": "", "files": {}, "transport": ""} | more | {
+        "error": error, "lacking": lacking,
+    }  # fmt: skip
+
+
 def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
     space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     for there, pid in ((space, 7), ("pid:[1]", 0)):
         native: Any = Native()
-        assert (
-            connect_ranks(with_other([["theirs", 7, there, {}, ""], "", ""], ""), lambda native=native: native)
-            is native
-        )
+        exchange = with_other(other(pid_namespace=there), "")
+        assert connect_ranks(exchange, lambda native=native: native) is native
         assert native.model.calls == [(False, [], False), (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
 
 
 def test_an_error_of_one_rank_is_the_error_of_all() -> None:
-    card = ["", 0, "", {}, ""]
     with pytest.raises(OtherRankError, match="rank 1: no such weights"):
-        connect_ranks(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other(other("no such weights")), Native)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="mine") as caught:
-        connect_ranks(with_other([card, "theirs", ""]), refuse(ModelError("mine")))
+        connect_ranks(with_other(other("theirs")), refuse(ModelError("mine")))
     assert not isinstance(caught.value, OtherRankError)
     with pytest.raises(OtherRankError, match="rank 1: cannot be mapped"):
-        connect_ranks(with_other([card, "", ""], "cannot be mapped"), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other(other(), "cannot be mapped"), Native)  # type: ignore[arg-type]
 
 
 def test_what_one_rank_cannot_run_natively_none_does_unless_there_is_an_error() -> None:
-    card = ["", 0, "", {}, ""]
     with pytest.raises(Unsupported) as caught:
-        connect_ranks(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other(other("the native runtime has no x", "x")), Native)  # type: ignore[arg-type]
     assert caught.value.feature == "x"
     with pytest.raises(OtherRankError, match="rank 1: damaged"):
-        connect_ranks(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
+        connect_ranks(with_other(other("damaged")), Native)  # type: ignore[arg-type]
     with pytest.raises(Unsupported):
-        connect_ranks(with_other([["theirs", 7, "", {}, ""], "", ""]), refuse(Unsupported("y")))
+        connect_ranks(with_other(other()), refuse(Unsupported("y")))
     with pytest.raises(Unsupported):  # its own; the other rank has an error and raises that
-        connect_ranks(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
+        connect_ranks(with_other(other("damaged")), refuse(Unsupported("y")))
 
 
 def copy(folder: Path, values: bytes = b"some values", theta: int = 1, note: str = "") -> Path:
@@ -97,7 +100,7 @@ def copy(folder: Path, values: bytes = b"some values", theta: int = 1, note: str
     return folder
 
 
-def told_by(folder: Path, other: list[Any] | None = None) -> list[Any]:
+def told_by(folder: Path, other: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a rank tells that loads this folder, beside one on another host that tells the same or `other`."""
     native: Any = Native(**json.loads((folder / "config.json").read_text()))
     told: list[Any] = []
@@ -107,7 +110,7 @@ def told_by(folder: Path, other: list[Any] | None = None) -> list[Any]:
         return [mine if other is None or len(told) > 1 else other, mine]
 
     assert connect_ranks(exchange, lambda: native, hosts=["a", "b"], source=folder) is native
-    return list(told[0])
+    return dict(told[0])
 
 
 def test_hosts_with_parts_of_other_models_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def shares(tp: int, replicas: int) -> list[list[Share]]:
     """Of the ranks of each replica."""
     found = []
     for replica in range(replicas):
-        plan, _ = plan_ranks(tp, replica, replicas)
+        plan, _ = plan_ranks(ModelOptions(tp=tp), replica, replicas)
         assert plan.world_size == tp and [binding.rank for binding in plan.ranks] == list(range(tp))
         assert len({binding.env["MASTER_PORT"] for binding in plan.ranks} - {"0"}) == 1
         for binding in plan.ranks:
@@ -120,5 +120,5 @@ def test_ranks_of_a_replica_are_beside_each_other(
 def test_replicas_that_share_cores_share_the_threads_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     on(monkeypatch, MACHINES["smt2"], tmp_path)  # six cores of two threads
-    plans = [plan_ranks(1, replica, 8)[0] for replica in range(8)]
+    plans = [plan_ranks(ModelOptions(), replica, 8)[0] for replica in range(8)]
     assert {(plan.bound, plan.ranks[0].env["OMP_NUM_THREADS"]) for plan in plans} == {(False, "1")}

@@ -60,7 +60,7 @@ def load_device(
         raise UsageError(f"tp={options.tp}: the ranks that share a model on a device need a process group")
     accelerator = get_accelerator()
     checkpoint = open_checkpoint(model, config)
-    callbacks.go_on()
+    callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
     arithmetic = _arithmetic(plan, options)
     plan.matrices = [_device_form(shape, _FLOATS[arithmetic]) for shape in plan.matrices]

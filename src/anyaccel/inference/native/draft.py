@@ -57,17 +57,8 @@ def find_native(model: Any) -> NativeModel | None:
     return native if isinstance(getattr(native, "model", None), _llm.DecoderModel) else None
 
 
-def same_tokens(tokenizer: Any, other: Any, count: int = 0) -> bool:
-    """Whether two tokenizers number their tokens alike.
-
-    Args:
-        count: the first ones count; 0: as many as the first tokenizer has.
-    """
-    if tokenizer is other:
-        return True
-    if not count:
-        while tokenizer.piece(count) is not None:
-            count += 1
+def same_tokens(tokenizer: Any, other: Any, count: int) -> bool:
+    """Whether two tokenizers number their first `count` tokens alike."""
     return all(tokenizer.piece(token) == other.piece(token) for token in range(count))
 
 

@@ -20,7 +20,7 @@ from anyaccel.launch.cluster.address import addresses_for_others
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
 
-# Tells a value of each rank, which JSON can hold, to all: given this rank's, everybody's in rank order.
+# An all-gather of values that JSON can hold: takes this rank's, and returns those of all ranks.
 Exchange = Callable[[Any], list[Any]]
 
 # Names of env.WIRE_DTYPES in csrc/comm/wire_format.h.
@@ -52,7 +52,7 @@ def connect_ranks(
         hosts: the host of each rank, by any name that is equal for ranks which can share memory; () for one host.
         source: the model's folder or file. Each host has its own, and parts of two models would make a third one,
             which talks nonsense: so the hosts compare theirs.
-        wire_dtype: see TensorParallelConfig.
+        wire_dtype: see ModelOptions.
 
     Raises:
         Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
@@ -61,39 +61,52 @@ def connect_ranks(
     """
     error: BaseException | None = None
     native = None
-    card: list[Any] = ["", 0, "", {}, ""]
+    own: dict[str, Any] = {"error": "", "lacking": ""}
     try:
         native = load()
-        numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
-        addresses = addresses_for_others() if len(set(numbers)) > 1 else []
-        wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
-        transport = choose_transport(hosts)
-        timeout = env.ANYACCEL_COMM_TIMEOUT.get()
-        segment = native.model.create_segment(timeout, anonymous, numbers, addresses, wire, transport)
-        files = _contents(source, native.config) if source is not None and len(set(numbers)) > 1 else {}
-        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files, transport]  # noqa: PTH115
+        own |= _create_segment(native, anonymous, hosts, source, wire_dtype)
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
-    answers = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
-    lacks = [feature for _, _, feature in answers if feature]
-    if lacks and len(lacks) == sum(bool(text) for _, text, _ in answers):
-        raise Unsupported(lacks[0])  # each rank raises it, so that none waits for the others
-    _raise_any(error, [text for _, text, _ in answers])
+        own |= {"error": _text(error), "lacking": error.feature if isinstance(error, Unsupported) else ""}
+    ranks = exchange(own)
+    lacking = [rank["lacking"] for rank in ranks if rank["lacking"]]
+    if lacking and len(lacking) == sum(bool(rank["error"]) for rank in ranks):
+        raise Unsupported(lacking[0])  # each rank raises it, so that none waits for the others
+    _raise_any(error, [rank["error"] for rank in ranks])
     assert native is not None
     model = native.model
-    cards = [other for other, _, _ in answers]
-    _compare(source, [files for *_, files, _ in cards])
-    _check_transports([transport.partition(":")[0] for *_, transport in cards])
+    _compare(source, [rank["files"] for rank in ranks])
+    _check_transports([rank["transport"].partition(":")[0] for rank in ranks])
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
-        model.connect([name for name, *_ in cards], [pid if space == card[2] else 0 for _, pid, space, *_ in cards])
-        if card[-1]:
+        pids = [rank["pid"] if rank["pid_namespace"] == own["pid_namespace"] else 0 for rank in ranks]
+        model.connect([rank["segment"] for rank in ranks], pids)
+        if own["transport"]:
             end_with_process()
     except (AnyAccelError, OSError, ValueError) as problem:
         error = problem if isinstance(problem, CommError) else CommError(f"the ranks cannot be connected: {problem}")
     _raise_any(error, exchange(_text(error)))
     model.unlink()  # every rank has mapped every segment
     return native
+
+
+def _create_segment(
+    native: NativeModel, anonymous: bool, hosts: Sequence[str], source: Path | None, wire_dtype: str
+) -> dict[str, Any]:
+    """Make this rank's shared memory, and return what the others need to know of it."""
+    numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
+    several = len(set(numbers)) > 1
+    wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
+    transport = choose_transport(hosts)
+    addresses = addresses_for_others() if several else []
+    timeout = env.ANYACCEL_COMM_TIMEOUT.get()
+    return {
+        "segment": native.model.create_segment(timeout, anonymous, numbers, addresses, wire, transport),
+        "pid": os.getpid(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),  # noqa: PTH115
+        "files": _contents(source, native.config) if source is not None and several else {},
+        "transport": transport,
+    }
 
 
 def _check_transports(kinds: Sequence[str]) -> None:

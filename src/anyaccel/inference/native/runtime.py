@@ -128,14 +128,14 @@ class Callbacks:
     check: Callable[[], object] | None = None
     line: Callable[[str], object] = logger.warning
 
-    def go_on(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raise what `check` raises."""
         if self.check is not None:
             self.check()
 
     def report(self, done: int, total: int) -> None:
         """Call both."""
-        self.go_on()
+        self.raise_if_cancelled()
         if self.progress is not None:
             self.progress(done, total)
 
@@ -201,7 +201,7 @@ def load_native(
         return native
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(entry.locked(callbacks.go_on))
+            held.enter_context(entry.locked(callbacks.raise_if_cancelled))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
             return _pack(open_checkpoint(path), options, place, callbacks)[0]
@@ -212,7 +212,7 @@ def load_native(
             if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
                 native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
             else:
-                _writer(entry, native, shapes)(callbacks.go_on)
+                _writer(entry, native, shapes)(callbacks.raise_if_cancelled)
         return native
 
 
@@ -319,9 +319,9 @@ def _pack(
     checkpoint: Checkpoint, options: ModelOptions, place: RankPlace, callbacks: Callbacks
 ) -> tuple[NativeModel, dict[str, Any]]:
     """The model, and the shapes of its weights."""
-    callbacks.go_on()
+    callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
-    callbacks.go_on()
+    callbacks.raise_if_cancelled()
     shapes = plan.shapes()
     model = _make(plan.spec, shapes, options, place)
     plan.fill(model, callbacks.report)
@@ -366,10 +366,10 @@ def _writer(
         "forms": native.forms,
     }
 
-    def write(go_on: Callable[[], object]) -> None:
+    def write(raise_if_cancelled: Callable[[], object]) -> None:
         try:
             if packed.has_room(size):
-                packed.save(saved, size, lambda descriptor: model.write(descriptor, 0, lambda _: go_on()))
+                packed.save(saved, size, lambda descriptor: model.write(descriptor, 0, lambda _: raise_if_cancelled()))
         except OSError as error:  # the model is loaded all the same
             logger.warning("%s: packed weights are not kept (%s)", packed.root, error)
 

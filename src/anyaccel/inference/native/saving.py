@@ -64,7 +64,7 @@ class Saving:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._begun.wait(_LATEST_START)
         try:
-            write(self._go_on)
+            write(self._raise_if_stopped)
         except _Stopped:
             logger.info("packed weights are not kept: the process ended before they were written")
         except Exception:
@@ -73,7 +73,7 @@ class Saving:
             release()
             self._ended.set()
 
-    def _go_on(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
             raise _Stopped
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from anyaccel.errors import AnyAccelError
 from anyaccel.host_memory import high_water_mark
 from anyaccel.inference.native.runtime import Callbacks, NativeModel, RankPlace
-from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, accelerator_name, host_accelerator, open_model
+from anyaccel.inference.opening import OwnCode, find_accelerator, open_model
 from anyaccel.inference.ranks.background import BackgroundTask
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Backend(Protocol):
     ) -> Generator[int, None, None]:
         """Generate; closing it ends the answer."""
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the cache."""
 
     def idle(self) -> AbstractContextManager[object]:
@@ -71,7 +71,7 @@ class Backend(Protocol):
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
 
-    def beside(self) -> int:
+    def own_peak(self) -> int:
         """Peak memory of this process in bytes if it is not itself a rank, else 0."""
 
     def close(self) -> None:
@@ -79,18 +79,12 @@ class Backend(Protocol):
 
 
 class _InThisProcess:
-    """What both backends have in common.
+    """What both backends have in common; `place` is that of this process among those that share the model."""
 
-    Args:
-        place: of this process among those that share the model.
-        dtype: that was asked for.
-    """
-
-    def __init__(self, tokenizer: Any, ends: list[int], accelerator: str, dtype: str, place: RankPlace) -> None:
+    def __init__(self, tokenizer: Any, ends: list[int], accelerator: str, place: RankPlace) -> None:
         self.tokenizer = tokenizer
         self.ends = ends
         self.accelerator = accelerator
-        self.dtype = dtype
         self.first = place.rank == 0
         self._group = place.group
 
@@ -114,7 +108,7 @@ class _InThisProcess:
             comm.all_gather_object(peaks, own, group=self._group)
         return peaks
 
-    def beside(self) -> int:
+    def own_peak(self) -> int:
         return 0
 
     def close(self) -> None:
@@ -152,7 +146,7 @@ class NativeBackend(_InThisProcess):
         self._last = _llm.Request(self.native.model, ids, options, self._last)
         yield from request_steps(self.native, self._last, result)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         if self._last is not None:
             self._last.finish()
             self._last = None
@@ -192,7 +186,7 @@ class EngineBackend(_InThisProcess):
             result=result,
         )
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Does nothing, as nothing is kept between calls."""
 
 
@@ -208,15 +202,15 @@ def open_backend(path: Path, options: ModelOptions, screen: Reporter) -> Backend
 
     check_decoder_only(path)
     machine = read_machine()
-    host = host_accelerator(machine) if options.ranks == 1 else None
-    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    accelerator = find_accelerator(machine)
+    screen.line(f"accelerator: {accelerator.description}")
     if options.ranks == 1:
         screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
-        place = RankPlace(on_cpu=host is not None or accelerator_is_cpu())
+        place = RankPlace(on_cpu=accelerator.is_cpu)
     else:
         from anyaccel.inference.hf.group import group_place
 
-        place = group_place(options, accelerator_is_cpu())
+        place = group_place(options, accelerator.is_cpu)
     problem: AnyAccelError | None = None
     tokenizer: Any = None
     with BackgroundTask() as loading:
@@ -229,8 +223,7 @@ def open_backend(path: Path, options: ModelOptions, screen: Reporter) -> Backend
         opened = loading.result()  # before `problem` is raised, as an error of the weights has priority
     if problem is not None:
         raise problem
-    accelerator = host[0] if host else accelerator_name()
-    return make_backend(path, opened, options, place, screen, tokenizer, accelerator)
+    return make_backend(path, opened, options, place, screen, tokenizer, accelerator.name)
 
 
 def make_backend(
@@ -253,12 +246,12 @@ def make_backend(
         if opened.feature:
             screen.line(str(opened))
         engine, ends = _load_own_code(path, opened, options, place, screen)
-        return EngineBackend(engine, tokenizer, ends, accelerator, options.dtype, place)
+        return EngineBackend(engine, tokenizer, ends, accelerator, place)
     describe_weights(opened, screen)
     ends = end_tokens(opened.generation_config, opened.config, path, note=place.rank == 0)
     if path.is_file() and tokenizer is not None:
         ends = sorted({*ends, *tokenizer.end_tokens})
-    return NativeBackend(opened, tokenizer, ends, accelerator, options.dtype, place)
+    return NativeBackend(opened, tokenizer, ends, accelerator, place)
 
 
 def _load_own_code(
@@ -277,15 +270,6 @@ def _load_own_code(
     get_accelerator().reset_peak_memory_stats()  # converting a tokenizer may take more memory than generating
     engine = own_code_engine(path, options, place, code, screen.progress)
     return engine, sorted(end_tokens_of(engine))
-
-
-def describe_accelerator() -> str:
-    """Name of the accelerator and why it was chosen; imports torch."""
-    from anyaccel.accelerator import describe_choice
-    from anyaccel.accelerator.select import silence_detection
-
-    silence_detection()
-    return describe_choice()
 
 
 def describe_weights(native: NativeModel, screen: Reporter) -> None:

@@ -34,12 +34,17 @@ _AHEAD = 2  # steps that the ranks may be ahead, so that they go on while the co
 
 
 def start(
-    path: Path, options: ModelOptions, screen: Reporter, *, lasting: bool = True, cluster: ClusterOptions | None = None
+    path: Path,
+    options: ModelOptions,
+    screen: Reporter,
+    *,
+    keep_on_interrupt: bool = True,
+    cluster: ClusterOptions | None = None,
 ) -> RanksBackend:
     """Start the model's ranks and load it on them.
 
     Args:
-        lasting: whether Ctrl-C ends only an answer, with all ranks at the same token, and not the command.
+        keep_on_interrupt: whether Ctrl-C ends only an answer, with all ranks at the same token, and not the command.
         cluster: the hosts to start them on; None: this machine.
 
     Raises:
@@ -48,15 +53,15 @@ def start(
     """
     processes: Processes
     if cluster is None:
-        plan, summary = plan_ranks(options.ranks, asked=options.rank_options)
+        plan, summary = plan_ranks(options)
         processes = RankProcesses(plan)
     else:
         from anyaccel.inference.ranks.on_hosts import HostProcesses, describe, find_ranks
 
-        hosts = find_ranks(cluster, options.ranks, options.rank_options)
+        hosts = find_ranks(cluster, options)
         summary = describe(hosts, cluster.launcher)
         processes = HostProcesses(cluster, hosts)
-    backend = RanksBackend(processes, lasting)
+    backend = RanksBackend(processes, keep_on_interrupt)
     try:
         backend.load(path, options, summary, screen)
     except BaseException:
@@ -70,8 +75,8 @@ class RanksBackend:
 
     first = True
 
-    def __init__(self, processes: Processes, lasting: bool) -> None:
-        self._lasting = lasting
+    def __init__(self, processes: Processes, keep_on_interrupt: bool) -> None:
+        self._keep_on_interrupt = keep_on_interrupt
         self._closed = False
         self._ranks = Ranks(processes, self._uninterrupted)
         self._held = 0
@@ -193,7 +198,7 @@ class RanksBackend:
             under_way = False
             raise
         except KeyboardInterrupt:
-            under_way = under_way and self._lasting
+            under_way = under_way and self._keep_on_interrupt
             raise
         finally:
             if under_way and not self._closed:
@@ -202,9 +207,9 @@ class RanksBackend:
                     # This skips the tokens that are still under way.
                     self._ranks.outcome(1 if result.tokens else len(ids), "stopped")
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         with self._uninterrupted():
-            self._ranks.send("forget")
+            self._ranks.send("clear_cache")
 
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
@@ -213,7 +218,7 @@ class RanksBackend:
             peaks = dict(self._ranks.next(self._ranks.timeout) for _ in self._ranks.channels)
         return [peaks[rank]["bytes"] for rank in sorted(peaks)]
 
-    def beside(self) -> int:
+    def own_peak(self) -> int:
         return high_water_mark()
 
     def close(self) -> None:

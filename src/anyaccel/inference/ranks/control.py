@@ -47,11 +47,10 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") -> tuple[LaunchPlan, str]:
-    """The plan for `tp` ranks on this machine, and a description of machine and plan.
+def plan_ranks(options: ModelOptions, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan, str]:
+    """The plan for a model's ranks on this machine, and a description of machine and plan.
 
     Args:
-        asked: the options that ask for `tp` ranks, for errors.
         replica: number of this replica among `replicas`, which have a NUMA node each if there are as many nodes, else
             equal parts of the machine.
 
@@ -64,30 +63,30 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") ->
     from anyaccel.topology import read_machine
 
     whole = machine = read_machine()
-    if tp * replicas > len(machine.allowed_cpus):
-        most = len(machine.allowed_cpus)
+    count, most = options.ranks, len(machine.allowed_cpus)
+    if count * replicas > most:
         if replicas > 1:
             raise UsageError(
-                f"--replicas {replicas} {asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each of "
+                f"--replicas {replicas} {options.rank_options}: this process may use {most} CPUs only, and each of "
                 "their ranks needs one"
             )
         raise UsageError(
-            f"{asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each rank needs one; "
-            + (f"{most} ranks are" if "--pp" in asked else f"--tp {most} is")
+            f"{options.rank_options}: this process may use {most} CPUs only, and each rank needs one; "
+            + (f"{most} ranks are" if options.pp > 1 else f"--tp {most} is")
             + " the most here"
         )
     wanted = launch.LaunchOptions(
         script="anyaccel",
         module=True,
-        num_accelerators=tp,
+        num_accelerators=count,
         master_port=free_port(),
         # With more ranks than cores, ranks would have to share a core, so they are not bound.
-        bind_cores=tp * replicas <= len(machine.cores()),
+        bind_cores=count * replicas <= len(machine.cores()),
         local_rank_argument=False,
     )
-    place = Place(world_size=tp, ahead=replica * tp, behind=(replicas - replica - 1) * tp)
+    place = Place(world_size=count, ahead=replica * count, behind=(replicas - replica - 1) * count)
     nodes = list(machine.nodes_with_cores().values())
-    if replicas == len(nodes) and all(len(cores) >= tp for cores in nodes):
+    if replicas == len(nodes) and all(len(cores) >= count for cores in nodes):
         # Each replica gets all cores of a node, even if nodes differ, as replicas do not wait for each other.
         own = {thread for core in nodes[replica] for thread in core.siblings or (core.id,)}
         machine = replace(machine, allowed_cpus=tuple(cpu for cpu in machine.allowed_cpus if cpu in own))

@@ -23,6 +23,7 @@ from anyaccel.inference.ranks.control import EXIT_GRACE, RankError
 from anyaccel.inference.ranks.processes import GRACE, Processes
 
 if TYPE_CHECKING:
+    from anyaccel.inference.options import ModelOptions
     from anyaccel.launch.cluster.callback import AgentListener
     from anyaccel.launch.cluster.cluster import ClusterOptions
     from anyaccel.launch.job import Host
@@ -32,11 +33,8 @@ CONTACT = "ANYACCEL_COMMAND_CONTACT"
 _SLICE_MS = 500.0
 
 
-def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, ...]:
+def find_ranks(cluster: ClusterOptions, options: ModelOptions) -> tuple[Host, ...]:
     """The hosts, whose slots must be as many as the ranks.
-
-    Args:
-        asked: the options that ask for the ranks, for errors.
 
     Raises:
         UsageError: the hostfile cannot be read, or its hosts have another number of slots.
@@ -45,11 +43,12 @@ def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, .
 
     hosts = find_hosts(_options(), cluster, os.environ)
     slots = sum(len(host.slots) for host in hosts)
-    if slots != ranks:
+    if slots != options.ranks:
         names = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+        count = "is one rank" if options.ranks == 1 else f"are {options.ranks} ranks"
         raise UsageError(
-            f"{asked} {'is one rank' if ranks == 1 else f'are {ranks} ranks'}, and the hosts of {cluster.hostfile} "
-            f"have {slots} slots ({names}); ask for as many, or choose some with --include"
+            f"{options.rank_options} {count}, and the hosts of {cluster.hostfile} have {slots} slots ({names}); ask "
+            "for as many, or choose some with --include"
         )
     return hosts
 

@@ -119,25 +119,17 @@ def _open(
     lacking: Callable[[str], AnyAccelError] | None,
 ) -> Model:
     """Load this rank's part of the model, and connect it to the other ranks."""
-    from anyaccel.inference.opening import (
-        OwnCode,
-        accelerator_is_cpu,
-        accelerator_name,
-        choose_runtime,
-        host_accelerator,
-        open_model,
-    )
-    from anyaccel.inference.ranks.backends import describe_accelerator, make_backend
+    from anyaccel.inference.opening import OwnCode, choose_runtime, find_accelerator, open_model
+    from anyaccel.inference.ranks.backends import make_backend
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.topology import read_machine
 
     screen = _Screen(channel, rank)
-    host = host_accelerator(read_machine())
-    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    accelerator = find_accelerator(read_machine())
+    screen.line(f"accelerator: {accelerator.description}")
     screen.line(summary)
-    on_cpu = host is not None or accelerator_is_cpu()
-    runtime = choose_runtime(options, on_cpu)
-    place = _place(channel, rank, options) if runtime == "native" else _group_place(options, on_cpu)
+    runtime = choose_runtime(options, accelerator.is_cpu)
+    place = _place(channel, rank, options) if runtime == "native" else _group_place(options, accelerator.is_cpu)
     try:
         opened = open_model(path, options, place, Callbacks(screen.progress, line=screen.line))
     except Unsupported as lack:
@@ -145,8 +137,8 @@ def _open(
     if isinstance(opened, OwnCode):
         if lacking is not None:
             raise lacking(opened.feature)
-        place = _group_place(options, on_cpu)  # the model's own code talks through torch.distributed
-    return make_backend(path, opened, options, place, screen, None, host[0] if host else accelerator_name())
+        place = _group_place(options, accelerator.is_cpu)  # the model's own code talks through torch.distributed
+    return make_backend(path, opened, options, place, screen, None, accelerator.name)
 
 
 def _group_place(options: ModelOptions, on_cpu: bool) -> RankPlace:
@@ -196,8 +188,8 @@ def _serve(channel: Channel, rank: int, backend: Model) -> None:
         what = message["kind"]
         if what == "generate":
             _answer(channel, rank, backend, message)
-        elif what == "forget":
-            backend.forget()
+        elif what == "clear_cache":
+            backend.clear_cache()
         elif what == "peak":
             channel.send(kind="peak", bytes=backend.peak())
         elif what == "stop" and rank == 0:  # the answer has ended before; a late "limit" is ignored too

@@ -85,16 +85,16 @@ def open_decoder(
     """
     from anyaccel.inference.checkpoints.model_path import check_decoder_only
     from anyaccel.inference.native.runtime import Callbacks, RankPlace
-    from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, choose_runtime, host_accelerator, open_model
-    from anyaccel.inference.ranks.backends import describe_accelerator, describe_weights
+    from anyaccel.inference.opening import OwnCode, choose_runtime, find_accelerator, open_model
+    from anyaccel.inference.ranks.backends import describe_weights
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import end_tokens
     from anyaccel.topology import read_machine
 
     check_decoder_only(path)
     machine = read_machine()
-    host = host_accelerator(machine)
-    on_cpu = host is not None or accelerator_is_cpu()
+    accelerator = find_accelerator(machine)
+    on_cpu = accelerator.is_cpu
     if options.runtime in ("torch", "plain"):
         raise UsageError(f"--runtime {options.runtime}: {ONLY_NATIVE}; anyaccel generate has the others")
     choose_runtime(options, on_cpu)  # or it is refused before ranks are started
@@ -106,7 +106,7 @@ def open_decoder(
         from anyaccel.serve.engine.ranks import RanksDecoder
 
         return RanksDecoder(path, options, screen, settings, tokenizer, replica)
-    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    screen.line(f"accelerator: {accelerator.description}")
     screen.line(f"topology: {machine.summary()}")
     try:
         native = open_model(path, options, RankPlace(on_cpu=on_cpu), Callbacks(screen.progress, check, screen.line))

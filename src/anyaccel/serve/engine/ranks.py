@@ -32,7 +32,7 @@ class RanksDecoder:
         tokenizer: Any = None,
         replica: int = 0,
     ) -> None:
-        plan, summary = plan_ranks(options.ranks, replica, settings.replicas, options.rank_options)
+        plan, summary = plan_ranks(options, replica, settings.replicas)
         self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.engine.rank"))
         try:
             self._ranks.load(path, options, summary)
