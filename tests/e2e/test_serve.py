@@ -93,8 +93,8 @@ def test_an_answer_keeps_to_a_schema_and_a_function_to_its_parameters(server: Se
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    told = json.loads(chat(server, response_format=form, max_tokens=80)["choices"][0]["message"]["content"])
-    assert told["colour"] in ("red", "blue") and set(told) == {"colour", "why"}
+    reply = json.loads(chat(server, response_format=form, max_tokens=80)["choices"][0]["message"]["content"])
+    assert reply["colour"] in ("red", "blue") and set(reply) == {"colour", "why"}
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
     asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     (choice,) = chat(server, max_tokens=120, **asked)["choices"]
@@ -115,8 +115,8 @@ def test_tools_can_be_called_beside_a_format(server: Serving) -> None:
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Berlin"}'}
     messages = [{"role": "user", "content": "How is the weather in Berlin? Say JSON."}]
     (choice,) = chat(server, messages=messages, tools=[tool], response_format=form, max_tokens=80)["choices"]
-    told = choice["message"]["tool_calls"] if choice["finish_reason"] == "tool_calls" else choice["message"]["content"]
-    assert isinstance(told, list) or set(json.loads(told)) == {"weather"}
+    reply = choice["message"]["tool_calls"] if choice["finish_reason"] == "tool_calls" else choice["message"]["content"]
+    assert isinstance(reply, list) or set(json.loads(reply)) == {"weather"}
 
 
 @pytest.mark.slow
@@ -159,5 +159,5 @@ def test_what_cannot_be_is_refused(server: Serving) -> None:
             chat(server, **value)
         with refused.value as answer:
             assert answer.code == 400
-            told = json.loads(answer.read())["error"]
-        assert param is None or told["param"] == param
+            reply = json.loads(answer.read())["error"]
+        assert param is None or reply["param"] == param

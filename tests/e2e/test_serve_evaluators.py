@@ -80,11 +80,11 @@ def test_lm_evaluation_harness_gets_the_log_probabilities_of_the_engine(
         "--log_samples", "--output_path", "out", cwd=tmp_path,
     )  # fmt: skip
     (samples,) = tmp_path.glob("out/*/samples_sky_*.jsonl")
-    told = {(line := json.loads(text))["doc_id"]: line["resps"] for text in samples.read_text().splitlines()}
+    reply = {(line := json.loads(text))["doc_id"]: line["resps"] for text in samples.read_text().splitlines()}
     tokenizer = load_text_tokenizer(smollm2)
     engine = anyaccel.init_inference(str(smollm2), dtype=torch.float32)
     for number, document in enumerate(QUESTIONS):
-        for choice, ((logprob, greedy),) in zip(document["choices"], told[number], strict=True):
+        for choice, ((logprob, greedy),) in zip(document["choices"], reply[number], strict=True):
             context = len(tokenizer.encode(document["question"]))
             ids = tokenizer.encode(f"{document['question']} {choice}")
             logits = engine(torch.tensor([ids])).logits[0].double()

@@ -98,9 +98,9 @@ def test_a_client_that_sends_no_more_is_answered(shared: Server) -> None:
     with raw(shared) as client:
         client.sendall(posted("one") + posted("two"))
         client.shutdown(socket.SHUT_WR)
-        told = read_all(client).decode()
-    assert told.count("HTTP/1.1 200 OK") == 2
-    assert told.index("You said: one") < told.index("You said: two")
+        result = read_all(client).decode()
+    assert result.count("HTTP/1.1 200 OK") == 2
+    assert result.index("You said: one") < result.index("You said: two")
     assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
     with raw(shared) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -134,16 +134,16 @@ def test_a_client_that_sends_no_more_and_goes_ends_its_request(shared: Server) -
 def test_what_is_no_request_is_refused(shared: Server, sent: bytes, status: int) -> None:
     with raw(shared) as client:
         client.sendall(sent)
-        head, _, told = read_all(client).partition(b"\r\n\r\n")
+        head, _, result = read_all(client).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode()) and b"connection: close" in head
-    assert json.loads(told)["status" if status == 200 else "error"]
+    assert json.loads(result)["status" if status == 200 else "error"]
 
 
 def test_what_comes_after_a_last_request_is_left(shared: Server) -> None:
     with raw(shared) as client:
         client.sendall(posted("one", "Connection: close\r\n") + posted("two")[:-1])
-        told = read_all(client)
-    assert b"You said: one" in told and told.count(b"HTTP/1.1") == 1
+        result = read_all(client)
+    assert b"You said: one" in result and result.count(b"HTTP/1.1") == 1
     assert [shared.line(), shared.line()] == ["begin", "end"]
 
 
@@ -152,8 +152,8 @@ def test_an_offer_of_http_2_is_passed_over(shared: Server) -> None:
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     with raw(shared) as client:
         client.sendall(posted("one", offer) + posted("two", "Connection: close\r\n"))
-        told = read_all(client)
-    assert b"You said: one" in told and b"You said: two" in told
+        result = read_all(client)
+    assert b"You said: one" in result and b"You said: two" in result
     assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
 
 
@@ -164,8 +164,10 @@ def test_one_connection_too_many_is_told_so() -> None:
             with first.getresponse() as answer:
                 assert answer.status == 200 and answer.read()
             with raw(server) as second:
-                told = read_all(second)
-            assert told.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\n") and b"overloaded" in told
+                result = read_all(second)
+            assert (
+                result.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\n") and b"overloaded" in result
+            )
 
 
 def test_a_refusal_reaches_a_client_that_still_sends(shared: Server) -> None:
@@ -197,8 +199,8 @@ def test_a_signal_lets_open_requests_end_and_logs_have_no_key() -> None:
             made.request("GET", path, headers=headers)
             answer = made.getresponse()
             assert answer.status == 200, path
-            told = answer.read()
-        assert json.loads(told)["servers"] == [{"url": "/llm"}]
+            result = answer.read()
+        assert json.loads(result)["servers"] == [{"url": "/llm"}]
         made.request("POST", CHAT, body("wait", stream=True), headers)
         with made.getresponse() as answer:
             assert answer.readline() and server.line() == "begin"

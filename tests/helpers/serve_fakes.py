@@ -285,7 +285,7 @@ async def until(condition: Callable[[], object]) -> None:
     raise AssertionError("it does not come about")
 
 
-def asked(engine: FakeEngine, path: str, value: Any, **more: Any) -> Answer:
+def post(engine: FakeEngine, path: str, value: Any, **more: Any) -> Answer:
     """One request to a server of its own."""
 
     async def ask() -> Answer:
@@ -301,4 +301,4 @@ def asked(engine: FakeEngine, path: str, value: Any, **more: Any) -> Answer:
 def chat(engine: FakeEngine, more: Mapping[str, Any] | None = None, **client: Any) -> Answer:
     """One conversation with a server of its own."""
     value = {"messages": [{"role": "user", "content": "Hi"}], **(more or {})}
-    return asked(engine, "/v1/chat/completions", value, **client)
+    return post(engine, "/v1/chat/completions", value, **client)

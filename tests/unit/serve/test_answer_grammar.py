@@ -26,7 +26,7 @@ from anyaccel.serve.requests.structured import (
 from anyaccel.serve.requests.tools.format import ParsedCall
 from anyaccel.serve.requests.tools.formats import FORMATS
 from anyaccel.serve.requests.tools.parser import ToolCallParser
-from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, asked, chat
+from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat, post
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -377,7 +377,7 @@ def test_a_request_with_tools_and_a_format() -> None:
         assert sum(len(part.get("tool_calls", ())) for part in parts) == calls
         flat = {"type": "function", "name": "clock", "parameters": None}
         value = {"input": "x", "tools": [flat], "text": {"format": {"type": "json_object"}}}
-        kinds = [item["type"] for item in asked(engine, "/v1/responses", value).json["output"]]
+        kinds = [item["type"] for item in post(engine, "/v1/responses", value).json["output"]]
         assert kinds == (["function_call"] if calls else ["message"])
         assert engine.requests[-1].grammar == grammar
 

@@ -10,7 +10,7 @@ import pytest
 
 from anyaccel.serve.interface import Grammar
 from anyaccel.serve.requests.defaults import parse_defaults
-from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
+from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, chat, post, until
 
 
 def text_of(events: list[Any], index: int = 0) -> str:
@@ -22,15 +22,15 @@ def test_a_conversation_is_answered_in_openais_shape() -> None:
     engine = FakeEngine("Hello, you!")
     answer = chat(engine, {"unknown_field": 1, "model": "other"})
     assert answer.status == 200, answer.body
-    told = answer.json
-    (choice,) = told["choices"]
+    result = answer.json
+    (choice,) = result["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Hello, you!"}
-    assert (choice["finish_reason"], told["model"], told["object"]) == ("stop", "other", "chat.completion")
+    assert (choice["finish_reason"], result["model"], result["object"]) == ("stop", "other", "chat.completion")
     (request,) = engine.requests
     assert bytes(request.prompt).decode() == "<user>Hi\n<assistant>"
     assert request.ends == {END}
     assert request.max_tokens == 2048 - len(request.prompt)  # what the context leaves
-    assert told["usage"] == {
+    assert result["usage"] == {
         "prompt_tokens": len(request.prompt),
         "completion_tokens": 12,  # with the token that ends it
         "total_tokens": len(request.prompt) + 12,
@@ -119,15 +119,15 @@ def test_all_of_sampling_reaches_the_engine() -> None:
 
 
 def test_log_probabilities_have_tokens_bytes_and_tops() -> None:
-    told = chat(FakeEngine("é!"), {"logprobs": True, "top_logprobs": 2}).json
-    content = told["choices"][0]["logprobs"]["content"]
+    result = chat(FakeEngine("é!"), {"logprobs": True, "top_logprobs": 2}).json
+    content = result["choices"][0]["logprobs"]["content"]
     assert [each["bytes"] for each in content] == [[0xC3], [0xA9], [0x21]]  # the end of the answer is none of it
     assert content[2]["token"] == "!" and content[2]["logprob"] == -0.5
     assert [(each["token"], each["logprob"]) for each in content[2]["top_logprobs"]] == [("!", -0.5), ('"', -1.5)]
-    told = chat(FakeEngine("ab"), {"logprobs": True, "stream": True}).events
+    result = chat(FakeEngine("ab"), {"logprobs": True, "stream": True}).events
     found = [
         each
-        for event in told
+        for event in result
         for choice in event["choices"]
         for each in (choice.get("logprobs") or {}).get("content", [])
     ]
@@ -155,8 +155,8 @@ def test_the_last_message_may_be_gone_on_with(template: str, content: str, promp
     engine = FakeEngine(" is blue.")
     for more in ({}, {"add_generation_prompt": False}):
         asked = {"messages": messages, "continue_final_message": True, **more}
-        told = chat(engine, asked, tokenizer=ByteTokenizer(template)).json
-        assert told["choices"][0]["message"]["content"] == " is blue."
+        result = chat(engine, asked, tokenizer=ByteTokenizer(template)).json
+        assert result["choices"][0]["message"]["content"] == " is blue."
         assert bytes(engine.requests[-1].prompt).decode() == prompt
 
 
@@ -178,8 +178,8 @@ def test_what_a_request_leaves_out_is_as_the_model_recommends() -> None:
     assert found == [(0.6, 0.95, 20), (0.0, 1.0, 0)]
     assert [each.sampling.repetition_penalty for each in engine.requests] == [1.05, 1.0]
     assert [each.sampling.min_p for each in engine.requests] == [0.0, 0.1]
-    told = asked(engine, "/v1/responses", {"input": "Hi", "top_p": 0.5}, defaults=defaults).json
-    assert (told["temperature"], told["top_p"]) == (0.6, 0.5)
+    result = post(engine, "/v1/responses", {"input": "Hi", "top_p": 0.5}, defaults=defaults).json
+    assert (result["temperature"], result["top_p"]) == (0.6, 0.5)
 
 
 def test_variables_of_the_template_may_be_given_but_not_ours() -> None:

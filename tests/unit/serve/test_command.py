@@ -48,8 +48,8 @@ from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    result = capsys.readouterr().err
+    assert said in result and result.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_missing_package_is_one_line_that_says_which_extra(
 ) -> None:
     monkeypatch.setattr("anyaccel.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     assert main(["serve"]) == 1
-    told = capsys.readouterr().err
-    assert "pip install 'anyaccel[serve]'" in told and told.count("\n") == 1
+    result = capsys.readouterr().err
+    assert "pip install 'anyaccel[serve]'" in result and result.count("\n") == 1
 
 
 def test_who_can_come_is_known_and_said() -> None:

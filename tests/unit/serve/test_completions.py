@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from serve_fakes import Answer, FakeEngine, asked
+from serve_fakes import Answer, FakeEngine, post
 
 PATH = "/v1/completions"
 
 
 def complete(engine: FakeEngine, **value: Any) -> Answer:
-    return asked(engine, PATH, value)
+    return post(engine, PATH, value)
 
 
 def test_a_text_goes_on() -> None:
     engine = FakeEngine(" a time")
-    told = complete(engine, prompt="Once upon").json
-    (choice,) = told["choices"]
+    result = complete(engine, prompt="Once upon").json
+    (choice,) = result["choices"]
     assert choice == {"index": 0, "text": " a time", "logprobs": None, "finish_reason": "stop"}
     assert bytes(engine.requests[0].prompt) == b"Once upon" and engine.requests[0].max_tokens == 16
     assert complete(engine, prompt="Once upon", max_tokens=2).json["choices"][0]["finish_reason"] == "length"
@@ -49,28 +49,28 @@ def test_echo_tells_what_lm_evaluation_harness_reads() -> None:
     """Its loglikelihood: token_logprobs[context:-1] of prompt + 1 token, and whether each is the best of its tops."""
     engine = FakeEngine("!")
     context, rest = [97, 98], [99, 100, 101]
-    told = complete(
+    result = complete(
         engine, prompt=[context + rest, context], temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
     ).json
-    lists = told["choices"][0]["logprobs"]
+    lists = result["choices"][0]["logprobs"]
     assert lists["tokens"] == ["a", "b", "c", "d", "e", "!"]
     assert lists["token_logprobs"] == [None, *[-0.5] * 5]
     assert lists["text_offset"] == [0, 1, 2, 3, 4, 5]
     assert lists["top_logprobs"][0] is None and lists["top_logprobs"][2] == {"c": -0.5}
-    assert told["choices"][0]["text"] == "abcde!"
+    assert result["choices"][0]["text"] == "abcde!"
     scored = lists["token_logprobs"][len(context) : -1]
     assert sum(scored) == -1.5 and len(scored) == len(rest)
     assert engine.requests[0].prompt_logprobs == 1
     # The token that ends an answer has its place in the lists: the client cuts the last one off.
-    told = complete(FakeEngine(""), prompt="ab", max_tokens=1, logprobs=0, echo=True).json
-    assert len(told["choices"][0]["logprobs"]["tokens"]) == 3 and told["choices"][0]["text"] == "ab"
+    result = complete(FakeEngine(""), prompt="ab", max_tokens=1, logprobs=0, echo=True).json
+    assert len(result["choices"][0]["logprobs"]["tokens"]) == 3 and result["choices"][0]["text"] == "ab"
 
 
 def test_echo_without_an_answer_only_reads_the_prompt() -> None:
     engine = FakeEngine("never seen")
-    told = complete(engine, prompt="abc", max_tokens=0, logprobs=0, echo=True).json
-    assert told["choices"][0]["text"] == "abc" and told["usage"]["completion_tokens"] == 0
-    assert told["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    result = complete(engine, prompt="abc", max_tokens=0, logprobs=0, echo=True).json
+    assert result["choices"][0]["text"] == "abc" and result["usage"]["completion_tokens"] == 0
+    assert result["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
     assert complete(engine, prompt="a" * 2048, max_tokens=0, echo=True).status == 200  # all that fits
     answer = complete(engine, prompt="abc", max_tokens=0)
     assert (answer.status, answer.json["error"]["param"]) == (400, "max_tokens")
@@ -78,44 +78,10 @@ def test_echo_without_an_answer_only_reads_the_prompt() -> None:
 
 def test_tokens_of_one_text_keep_the_likelier_log_probability() -> None:
     engine = FakeEngine(lambda request: [0xE4, 256])
-    told = complete(engine, prompt="x", logprobs=3).json["choices"][0]["logprobs"]
-    assert told["top_logprobs"][0] == {"\ufffd": -0.5}  # three parts of characters
+    result = complete(engine, prompt="x", logprobs=3).json["choices"][0]["logprobs"]
+    assert result["top_logprobs"][0] == {"\ufffd": -0.5}  # three parts of characters
 
 
 def test_offsets_without_echo_count_the_prompt() -> None:
-    told = complete(FakeEngine("de"), prompt="abc", logprobs=0).json["choices"][0]["logprobs"]
-    assert told["text_offset"][:2] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("value", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt[1]"),
-        ({"prompt": [1, 300]}, "prompt"),
-        ({"prompt": [[1], [300]]}, "prompt[1]"),
-        ({"prompt": ["a"] * 40, "n": 2}, "n"),
-        ({"prompt": "a", "n": 0}, "n"),
-        ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
-        ({"prompt": "a" * 2048}, "prompt"),
-        ({"prompt": ["a", "a" * 2049], "echo": True, "max_tokens": 0}, "prompt[1]"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "stream_options": {}}, "stream_options"),
-        ({"prompt": "a", "logit_bias": {"300": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
-        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
-        ({"prompt": "a", "stop": ["x", ""]}, "stop[1]"),
-        ({"prompt": {"a": 1}}, "prompt"),
-        ({}, "prompt"),
-    ],
-)
-def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
-    answer = complete(FakeEngine(), **value)
-    assert answer.status == 400, answer.body
-    told = answer.json["error"]
-    assert told["type"] == "invalid_request_error" and told["param"] == param
-    assert told["message"].startswith(param)
+    result = complete(FakeEngine("de"), prompt="abc", logprobs=0).json["choices"][0]["logprobs"]
+    assert result["text_offset"][:2] == [3, 4]

@@ -102,13 +102,13 @@ async def test_a_body_arrives_as_it_was_sent_whatever_the_cuts(offer: str, chunk
     sent = request(offer, [BODY[:at], BODY[at:]] if chunked else None) + request(path="/second")
 
     for cut in range(1, len(sent)):
-        told = await answers([sent[:cut], sent[cut:]])
-        found = [json.loads(b"[" + part.partition(b"\r\n\r\n[")[2]) for part in told.split(b"HTTP/1.1 200 OK")[1:]]
-        assert [each[1] for each in found] == ["/v1/chat/completions", "/second"], (cut, told)
-        assert all(each[3] == BODY.decode() for each in found), (cut, told)
+        result = await answers([sent[:cut], sent[cut:]])
+        found = [json.loads(b"[" + part.partition(b"\r\n\r\n[")[2]) for part in result.split(b"HTTP/1.1 200 OK")[1:]]
+        assert [each[1] for each in found] == ["/v1/chat/completions", "/second"], (cut, result)
+        assert all(each[3] == BODY.decode() for each in found), (cut, result)
     for size in (1, 2, 7):
-        told = await answers([sent[place : place + size] for place in range(0, len(sent), size)])
-        assert told.count(b"HTTP/1.1 200 OK") == 2
+        result = await answers([sent[place : place + size] for place in range(0, len(sent), size)])
+        assert result.count(b"HTTP/1.1 200 OK") == 2
 
 
 async def test_a_last_request_may_offer_another_protocol() -> None:
@@ -120,18 +120,20 @@ async def test_a_last_request_may_offer_another_protocol() -> None:
         request(f"{offer}Connection: Upgrade\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
     ]
     for each in last:
-        told = await answers([request(OFFER) + each, b"what is not read"])
-        assert told.count(b"HTTP/1.1 200 OK") == 2 and told.count(json.dumps(BODY.decode()).encode()) == 2, told
+        result = await answers([request(OFFER) + each, b"what is not read"])
+        assert result.count(b"HTTP/1.1 200 OK") == 2 and result.count(json.dumps(BODY.decode()).encode()) == 2, result
 
 
 async def test_an_offer_alone_is_not_seen_and_what_is_no_offer_is() -> None:
-    told = (await answers([request(OFFER)])).decode()
-    assert '"upgrade"' not in told and '"http2-settings"' in told
+    result = (await answers([request(OFFER)])).decode()
+    assert '"upgrade"' not in result and '"http2-settings"' in result
     assert '"upgrade"' in (await answers([request("Upgrade: h2c\r\n")])).decode()  # no offer without Connection
-    told = (await answers([b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"])).decode()
-    assert told.startswith("HTTP/1.1 200")
+    result = (
+        await answers([b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"])
+    ).decode()
+    assert result.startswith("HTTP/1.1 200")
 
 
 def test_a_tunnel_is_not_parsed() -> None:
-    told = asyncio.run(answers([b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n" + request()]))
-    assert told.count(b"HTTP/1.1") <= 1
+    result = asyncio.run(answers([b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n" + request()]))
+    assert result.count(b"HTTP/1.1") <= 1

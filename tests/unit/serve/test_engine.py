@@ -90,13 +90,13 @@ async def test_a_cache_too_small_for_all_answers_all_with_the_bits_of_a_large_on
     small = native("llama-64", weight="i8", cache="i8", cache_limit=10 * 64 * large.model.cache_bytes_per_token())
     generator = random.Random(4)
     prompts = [prompt_of(generator, generator.randrange(20, 120)) for _ in range(7)]
-    asked = {"sampling": SamplingParams(temperature=0.0, logprobs=0), "ignore_end": True}
+    options = {"sampling": SamplingParams(temperature=0.0, logprobs=0), "ignore_end": True}
 
     async with engine(large) as made:
-        expected = [await answer(made, prompt, 100, **asked) for prompt in prompts]
+        expected = [await answer(made, prompt, 100, **options) for prompt in prompts]
     async with engine(small) as made:
         assert made.facts.context == 640
-        found = await asyncio.gather(*(answer(made, prompt, 100, **asked) for prompt in prompts))
+        found = await asyncio.gather(*(answer(made, prompt, 100, **options) for prompt in prompts))
         assert [each.tokens for each in found] == [each.tokens for each in expected]
         assert [each.logprobs for each in found] == [each.logprobs for each in expected]
         assert made.stats().preemptions > 0
@@ -126,17 +126,17 @@ async def test_log_probabilities_and_hidden_states_are_those_of_transformers(lla
             return torch.log_softmax(reference(torch.tensor([tokens])).logits[0].double(), dim=-1)
 
     async with engine(llama) as made:
-        told = await answer(
+        result = await answer(
             made, prompt, 5, SamplingParams(temperature=0.0, logprobs=2), prompt_logprobs=1, ignore_end=True
         )
         only = await answer(made, prompt, 0, prompt_logprobs=0)
         vectors = [vector for pooling in ("mean", "last") for vector in await made.embed([prompt, prompt[:5]], pooling)]
-    expected = logprobs_of(prompt + told.tokens)
-    assert told.prompt_logprobs is not None and only.prompt_logprobs is not None
+    expected = logprobs_of(prompt + result.tokens)
+    assert result.prompt_logprobs is not None and only.prompt_logprobs is not None
     assert [each.token for each in only.prompt_logprobs] == prompt[1:]
     assert only.tokens == [] and only.finish == "length"
-    scores = [*told.prompt_logprobs, *told.logprobs]
-    assert [each.token for each in scores] == (prompt + told.tokens)[1:]
+    scores = [*result.prompt_logprobs, *result.logprobs]
+    assert [each.token for each in scores] == (prompt + result.tokens)[1:]
     for place, each in enumerate(scores):
         assert each.logprob == pytest.approx(float(expected[place, each.token]), abs=1e-3)
         assert [value for _, value in each.top] == pytest.approx(
@@ -201,9 +201,9 @@ async def test_wrong_values_are_refused_by_name(
     llama: Any, prompt: list[int], options: dict[str, Any], words: str
 ) -> None:
     async with engine(llama) as made:
-        asked = {"max_tokens": 4} | options
+        options = {"max_tokens": 4} | options
         with pytest.raises(UsageError, match=words):
-            await answer(made, prompt, **asked)
+            await answer(made, prompt, **options)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-21, 1e-20])
@@ -291,9 +291,9 @@ async def test_a_full_queue_refuses_and_draining_aborts(llama: Any) -> None:
             await asyncio.sleep(0.001)
 
     async with engine(load, max_batch=1, max_waiting=1) as made:
-        asked = [asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True))]
+        pending = [asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True))]
         await goes_on(lambda: made.stats().running == 1)
-        asked.append(asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True)))
+        pending.append(asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True)))
         await goes_on(lambda: made.stats().waiting == 1)
         refused = asyncio.ensure_future(answer(made, [5, 6], 4))
         await goes_on(refused.done)
@@ -304,7 +304,7 @@ async def test_a_full_queue_refuses_and_draining_aborts(llama: Any) -> None:
         draining = asyncio.ensure_future(made.drain(0.0))
         await goes_on(draining.done)
         assert not made.ready()
-        assert [(await each).finish for each in asked] == ["abort", "abort"]
+        assert [(await each).finish for each in pending] == ["abort", "abort"]
         with pytest.raises(EngineStoppedError, match="no more requests"):
             await answer(made, [5, 6], 4)
         steps.release()
@@ -373,11 +373,11 @@ async def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
 
 async def test_closing_ends_open_requests(llama: Any) -> None:
     async with engine(llama) as made:
-        asked = asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True))
+        pending = asyncio.ensure_future(answer(made, [5, 6], 1000, ignore_end=True))
         while not made.stats().running:
             await asyncio.sleep(0.001)
     with pytest.raises(EngineStoppedError):
-        await asked
+        await pending
 
 
 async def test_a_model_that_cannot_be_loaded_says_so() -> None:

@@ -59,7 +59,7 @@ _SCHEMA = {
 
 async def test_constrained_answers_beside_free_ones(llama: Any) -> None:
     tokenizer = Text()
-    asked = [
+    grammars = [
         Grammar("regex", "(yes|no){2}[0-9]{3}"),
         Grammar("json_schema", json.dumps(_SCHEMA)),
         Grammar("lark", 'start: "ab" | "ac"'),
@@ -72,7 +72,7 @@ async def test_constrained_answers_beside_free_ones(llama: Any) -> None:
             *(
                 answer(made, [40, 41, 42], 200, SamplingParams(seed=seed), grammar=grammar, ends=frozenset({_END}))
                 for seed in range(3)
-                for grammar in asked
+                for grammar in grammars
             )
         )
     for number, found in enumerate(answers):

@@ -57,14 +57,14 @@ def test_steps_are_those_of_single_calls(llama: Any) -> None:
 def test_one_that_ends_ends_the_call(llama: Any) -> None:
     model, feed = llama.model, _llm.TokenFeed()
     first = _request(llama, [5, 6, 7], 20)
-    told = [model.step([first], exact=True)[0] for _ in range(6)]
-    end = next(token for token in told[2:] if token not in told[:2])
-    place = told.index(end)
+    result = [model.step([first], exact=True)[0] for _ in range(6)]
+    end = next(token for token in result[2:] if token not in result[:2])
+    place = result.index(end)
     short = _llm.Request(model, [5, 6, 7], {"max_new_tokens": 20, "end_tokens": [end]})
     long = _request(llama, [9, 9], 20)
     model.step([short, long], exact=True)
     tokens, fed = model.steps([short, long], 15, feed, 1)
-    assert [each[0] for each in tokens] == told[1 : place + 1]
+    assert [each[0] for each in tokens] == result[1 : place + 1]
     assert fed == place - 1
     assert (short.finished, long.finished) == ("end", "")
 
@@ -100,17 +100,17 @@ def _take_and_stop(feed: Any, taken: list[tuple[int, list[int]]]) -> None:
 
 def test_a_step_that_fails_loses_nothing_of_those_before(llama: Any) -> None:
     whole = _request(llama, [5, 6, 7], 20)
-    told = [llama.model.step([whole], exact=True)[0] for _ in range(20)]
-    place = next(place for place in range(3, 20) if told[place] not in (*told[:place], 5, 6, 7))
+    result = [llama.model.step([whole], exact=True)[0] for _ in range(20)]
+    place = next(place for place in range(3, 20) if result[place] not in (*result[:place], 5, 6, 7))
     # What follows this token is not a number.
     _, spec, values = native_models.whole("llama", 1024)
     embedding = values["embed"].clone()
-    embedding[told[place]] = float("nan")
+    embedding[result[place]] = float("nan")
     damaged = native_models.fill(native_models.empty(spec), spec, {**values, "embed": embedding})
     request, feed = _llm.Request(damaged, [5, 6, 7], {"max_new_tokens": 50, "ignore_end": True}), _llm.TokenFeed()
     damaged.step([request], exact=True)
     tokens, fed = damaged.steps([request], 30, feed, 1)
-    assert [each[0] for each in tokens] == told[1 : place + 1]
+    assert [each[0] for each in tokens] == result[1 : place + 1]
     assert fed == len(tokens) == len(feed.take())
     with pytest.raises(ModelError, match="NaN"):
         damaged.steps([request], 30, feed, 1)
@@ -175,7 +175,7 @@ async def test_batches_and_the_feed_keep_their_order(llama: Any) -> None:
     delivery.add(stream, Chunk(tuple(tokens[-1])))
     delivery.close()  # loses nothing of what is on its way
     delivery.send()
-    told: list[int] = []
-    while len(told) < 1 + len(tokens):
-        told += (await asyncio.wait_for(stream.next(), 60)).tokens  # type: ignore[union-attr]
-    assert (told, fed) == ([*first, *(each[0] for each in tokens)], 3)
+    result: list[int] = []
+    while len(result) < 1 + len(tokens):
+        result += (await asyncio.wait_for(stream.next(), 60)).tokens  # type: ignore[union-attr]
+    assert (result, fed) == ([*first, *(each[0] for each in tokens)], 3)

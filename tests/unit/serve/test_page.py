@@ -102,10 +102,10 @@ def test_what_a_full_browser_does_not_keep_stays_as_it_is(tmp_path: Path) -> Non
 @pytest.mark.skipif(NODE is None, reason="no node")
 def test_what_is_no_conversation_is_left_alone(tmp_path: Path) -> None:
     text = {"role": "user", "content": "x"}
-    told = [None, {"role": "user"}, {"content": "x"}, {"role": "user", "content": 5}, "x"]
+    result = [None, {"role": "user"}, {"content": "x"}, {"role": "user", "content": 5}, "x"]
     kept = {
         f"anyaccel.conversation.{place}": {"id": str(place), "messages": [text, each]}
-        for place, each in enumerate(told)
+        for place, each in enumerate(result)
     }
     kept["anyaccel.conversation.good"] = {"id": "good", "messages": [text]}
     program = 'const page = await import("./conversations.js");\n'

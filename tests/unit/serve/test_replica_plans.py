@@ -68,7 +68,7 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
     name: str, expected: list[tuple[Any, str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = on(monkeypatch, MACHINES[name], tmp_path)
-    asked: list[tuple[int, int]] = []
+    opened: list[tuple[int, int]] = []
 
     class Engine:
         """In place of one that has a thread; it loads its decoder as that one does."""
@@ -81,13 +81,13 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
 
     def load(*arguments: Any) -> None:
         settings, replica = arguments[3], arguments[-1]
-        asked.append((replica, settings.replicas))
+        opened.append((replica, settings.replicas))
 
     monkeypatch.setattr(opening, "ServingEngine", Engine)
     monkeypatch.setattr(opening, "open_decoder", load)
     opening.open_engine(Path("model"), ModelOptions(), None, EngineSettings(replicas=0))  # type: ignore[arg-type]
     count = len(machine.nodes_with_cores())
-    assert asked == [(replica, count) for replica in range(count)]
+    assert opened == [(replica, count) for replica in range(count)]
     nodes = [each if isinstance(each, tuple) else (each,) for _, _, each in expected]
     assert shares(1, count) == [
         [(tuple(cores), policy, each)] for (cores, policy, _), each in zip(expected, nodes, strict=True)

@@ -26,12 +26,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.facts = ModelFacts(1000, 300, frozenset(), 4, "fp32", ("plan: one process",))
-        self.asked: list[list[int]] = []
+        self.prompts: list[list[int]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_ready = True
         self.fails = ""  # "before" anything has come of an answer, or "after" its first token
-        self.told: list[float | None] = []  # what time each request may take
+        self.timeouts: list[float | None] = []  # what time each request may take
         self.open = 0
 
     def fail(self, when: str) -> None:
@@ -40,8 +40,8 @@ class Engine:
             raise EngineStoppedError("a rank has died")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        self.asked.append(list(request.prompt))
-        self.told.append(request.timeout_s)
+        self.prompts.append(list(request.prompt))
+        self.timeouts.append(request.timeout_s)
         self.open += 1
         try:
             self.fail("before")
@@ -53,7 +53,7 @@ class Engine:
             self.open -= 1
 
     async def embed(self, prompts: Any, pooling: str, key: str = "") -> list[list[float]]:
-        self.asked.append(list(prompts[0]))
+        self.prompts.append(list(prompts[0]))
         await asyncio.sleep(0)
         self.fail("before")
         if prompts[0] == [-1]:
@@ -95,7 +95,7 @@ async def test_requests_go_to_who_has_seen_most_of_them_else_to_the_least_loaded
     short = [asyncio.ensure_future(ask(replicas, [number])) for number in range(3)]
     while sum(engine.open for engine in engines) < 3:
         await asyncio.sleep(0)
-    assert [len(engine.asked) for engine in engines] == [1, 1, 1]
+    assert [len(engine.prompts) for engine in engines] == [1, 1, 1]
     engines[1].gate.set()
     await short[1]
     long = asyncio.ensure_future(ask(replicas, LONG))  # the second one has nothing to do
@@ -105,25 +105,25 @@ async def test_requests_go_to_who_has_seen_most_of_them_else_to_the_least_loaded
     await asyncio.gather(*short)
     await ask(replicas, LONG + answer + [5] * 64)  # the next turn
     await ask(replicas, [*LONG[:130], 9])
-    assert [len(engine.asked) for engine in engines] == [1, 4, 1]
+    assert [len(engine.prompts) for engine in engines] == [1, 4, 1]
 
 
 async def test_a_replica_that_is_too_busy_or_starts_again_is_passed_over(engines: list[Engine]) -> None:
     replicas = Replicas(engines)  # type: ignore[arg-type]
     engines[0].gate.clear()
-    asked = [asyncio.ensure_future(ask(replicas, LONG)) for _ in range(8)]
-    while sum(len(engine.asked) for engine in engines) < 8:
+    sent = [asyncio.ensure_future(ask(replicas, LONG)) for _ in range(8)]
+    while sum(len(engine.prompts) for engine in engines) < 8:
         await asyncio.sleep(0)
-    first = len(engines[0].asked)
-    assert first == 5 and len(engines[1].asked) + len(engines[2].asked) == 3
+    first = len(engines[0].prompts)
+    assert first == 5 and len(engines[1].prompts) + len(engines[2].prompts) == 3
     engines[0].gate.set()
-    await asyncio.gather(*asked)
+    await asyncio.gather(*sent)
     engines[0].is_ready = False
     assert replicas.ready()
     await ask(replicas, LONG)
     engines[0].is_ready = True
     await ask(replicas, LONG)  # it has forgotten all
-    assert len(engines[0].asked) == first
+    assert len(engines[0].prompts) == first
     await replicas.drain(0)
     assert not replicas.ready()
     await ask(replicas, [1])  # one of them says why not
@@ -139,12 +139,12 @@ async def test_a_request_whose_replica_fails_before_its_answer_begins_goes_to_an
     expected = [1] + [2] * 100
     chunks = [chunk.tokens async for chunk in replicas.generate(GenerationRequest([5], 101, timeout_s=60.0))]
     assert [token for tokens in chunks for token in tokens] == expected
-    assert [len(engine.asked) for engine in engines] == [1, 1, 1]
-    first, second, third = (engine.told[0] for engine in engines)
+    assert [len(engine.prompts) for engine in engines] == [1, 1, 1]
+    first, second, third = (engine.timeouts[0] for engine in engines)
     assert first == 60.0 and second is not None and third is not None and 60.0 >= second >= third > 0
     engines[0].is_ready = True
     assert await replicas.embed([[5]], "last") == [[5.0]]
-    assert [len(engine.asked) for engine in engines] == [2, 1, 2]
+    assert [len(engine.prompts) for engine in engines] == [2, 1, 2]
     # Where no other one is ready, and where the answer has begun, its client is told.
     engines[0].is_ready, engines[2].is_ready = True, False
     with pytest.raises(EngineStoppedError, match="a rank has died"):
@@ -158,7 +158,7 @@ async def test_a_request_whose_replica_fails_before_its_answer_begins_goes_to_an
     assert (await anext(answer)).tokens == (1,)
     with pytest.raises(EngineStoppedError):
         await anext(answer)
-    assert len(engines[2].asked) == 2
+    assert len(engines[2].prompts) == 2
 
 
 async def test_without_a_prefix_cache_only_the_load_counts_and_statistics_are_sums(engines: list[Engine]) -> None:
@@ -169,9 +169,9 @@ async def test_without_a_prefix_cache_only_the_load_counts_and_statistics_are_su
         assert replicas.stats() == Stats(running=1, cache_total=21)
         await ask(replicas, LONG)
         await answer.aclose()  # type: ignore[attr-defined]
-    assert [len(engine.asked) for engine in engines] == [2, 2, 0]
+    assert [len(engine.prompts) for engine in engines] == [2, 2, 0]
     assert await replicas.embed([[3], [4], [5]], "last") == [[3.0], [4.0], [5.0]]
-    assert [len(engine.asked) for engine in engines] == [3, 3, 1]
+    assert [len(engine.prompts) for engine in engines] == [3, 3, 1]
     with pytest.raises(UsageError):
         await replicas.embed([[3], [-1]], "last")
     assert replicas.facts.plan == ("plan: 3 replicas, each of one process",)

@@ -214,18 +214,18 @@ def test_an_answer_that_was_put_back_takes_nothing_of_it_from_others() -> None:
     number = machine.submit(_prompt(machine, 60), 150, key="much")
     while len(machine.answers[number]) < 100:
         machine.step()
-    told = list(machine.requests[number].tokens)
+    result = list(machine.requests[number].tokens)
     plan = StepPlan()
     machine.scheduler._preempt(machine.requests[number], plan)
     assert machine.scheduler._make_room(10, plan)  # all that it had is forgotten
     machine.decoder.apply(plan)
-    turn = machine.submit([*told, 9], 1, key="little")
+    turn = machine.submit([*result, 9], 1, key="little")
     machine.scheduler._queue.count("much", 1)  # so that it comes later
     machine.run()
     assert machine.ended == {turn: "length", number: "length"}
     assert list(machine.ended) == [turn, number]
     assert machine.requests[turn].cached == 0
-    assert machine.answers[number][:100] == told[60:]
+    assert machine.answers[number][:100] == result[60:]
 
 
 def test_prompts_that_fill_the_cache_together_do_not_wait_for_each_other() -> None:
