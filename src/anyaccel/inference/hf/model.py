@@ -187,16 +187,7 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         return result
 
     @torch.no_grad()
-    def generate(
-        self,
-        inputs: torch.Tensor | None = None,
-        generation_config: Any = None,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        *args: Any,
-        streamer: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, in the native loop if it supports all arguments, else in their own loop.
 
         With tensor parallelism every rank must call it with the same arguments and gets the same tokens.
@@ -210,11 +201,10 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
                 modules or the configuration were changed.
             ModelError: the logits are NaN.
         """
-        call = native_generate.Call(
-            inputs, generation_config, logits_processor, stopping_criteria, args, streamer, kwargs
-        )
         self._native_snapshot.check()
-        return native_generate.generate(self, call, super().generate)  # type: ignore[misc]
+        own = super().generate  # type: ignore[misc]
+        named = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        return native_generate.generate(self, named.pop("kwargs", {}) | named, own)
 
     @torch.no_grad()
     def generate_batch(

@@ -10,7 +10,6 @@ import logging
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,71 +60,50 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
 }
+# Arguments of `generate` that are neither options of a GenerationConfig nor the model's.
+_OF_LOOP = ("inputs", "input_ids", "generation_config", "logits_processor", "stopping_criteria", "streamer")
 # Options by which a model drafts tokens for itself, which changes no answer.
 _OWN_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 _warned_of: set[str] = set()
 
 
-@dataclass
-class Call:
-    """The arguments of one `generate`."""
-
-    inputs: torch.Tensor | None
-    generation_config: Any
-    logits_processor: Any
-    stopping_criteria: Any
-    args: tuple[Any, ...]
-    streamer: Any
-    kwargs: dict[str, Any]
-
-
-def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
-    """Run `call` natively, or through `own`, Hugging Face's generate."""
-    kwargs = call.kwargs
-    check_arguments(vars(call.generation_config) if call.generation_config is not None else {})
-    check_arguments(
-        kwargs
-        | {
-            "streamer": call.streamer,
-            "stopping_criteria": call.stopping_criteria,
-            "logits_processor": call.logits_processor,
-        }
-    )
-    seed, generator, tokenizer = (kwargs.pop(name, None) for name in ("seed", "generator", "tokenizer"))
+def generate(module: Any, arguments: dict[str, Any], own: Callable[..., Any]) -> Any:
+    """Run a call with these arguments natively, or through `own`, Hugging Face's generate."""
+    given_config = arguments.get("generation_config")
+    check_arguments(vars(given_config) if given_config is not None else {})
+    check_arguments(arguments)
+    seed, generator, tokenizer = (arguments.pop(name, None) for name in ("seed", "generator", "tokenizer"))
     native: NativeModel = module._native
-    assistant, other = kwargs.get("assistant_model"), kwargs.get("assistant_tokenizer")
+    assistant, other = arguments.get("assistant_model"), arguments.get("assistant_tokenizer")
     if assistant is not None and can_assist(native, assistant, tokenizer, other):
-        del kwargs["assistant_model"]
-        kwargs.pop("assistant_tokenizer", None)
+        del arguments["assistant_model"]
+        arguments.pop("assistant_tokenizer", None)
     else:
         assistant = None
-    inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
+    name = "input_ids" if arguments.get("inputs") is None else "inputs"
+    inputs = arguments.get(name)
     if inputs is not None:
         check_input_ids(inputs)
         if inputs.element_size() < 4:  # the answer has the prompt's dtype, which may be too narrow for its tokens
-            inputs = inputs.long()
-            if call.inputs is not None:
-                call.inputs = inputs
-            else:
-                kwargs["input_ids"] = inputs
-    unsupported = _unsupported_argument(call, inputs) or _find_override(module)
+            inputs = arguments[name] = inputs.long()
+    unsupported = _unsupported_argument(arguments, inputs) or _find_override(module)
     config = model_kwargs = None
     if not unsupported:
-        given = {name: value for name, value in kwargs.items() if name != "input_ids"}
-        config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
+        options = {name: value for name, value in arguments.items() if name not in _OF_LOOP}
+        config, model_kwargs = module._prepare_generation_config(given_config, **options)
         unsupported = _unsupported_option(config, model_kwargs)
     if unsupported:
         if assistant is not None:
-            kwargs |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
+            arguments |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
         _warn_once(
             unsupported, "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
         )
-        _check_cached(kwargs, inputs)
-        return _through_hugging_face(module, call, own, seed, generator, tokenizer)
+        _check_cached(arguments, inputs)
+        return _through_hugging_face(module, arguments, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
     if module._native_group is not None and config.max_time is not None:
         raise UsageError("max_time would end the ranks at different tokens: use max_new_tokens with tensor parallelism")
-    job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
+    job = _prepare(module, arguments, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
     job.seed = native.model.shared(_seed(config, seed, generator) % 2**64)
     with use_assistant(native, assistant, tokenizer, other):
         if native.draft is not None and not job.options["draft_tokens"]:
@@ -154,13 +132,11 @@ def _find_override(module: Any) -> str:
     return ""
 
 
-def _unsupported_argument(call: Call, inputs: Any) -> str:
+def _unsupported_argument(arguments: dict[str, Any], inputs: Any) -> str:
     """The name of an argument that the native loop does not support; empty if there is none."""
-    if call.args and any(value is not None for value in call.args):
-        return "a positional argument"
     if inputs is None:
         return "generation without input_ids"
-    if call.logits_processor:
+    if arguments.get("logits_processor"):
         return "logits_processor"
     for name in (
         "prefix_allowed_tokens_fn",
@@ -173,9 +149,9 @@ def _unsupported_argument(call: Call, inputs: Any) -> str:
         "use_model_defaults",
         "trust_remote_code",
     ):
-        if call.kwargs.get(name) is not None:
+        if arguments.get(name) is not None:
             return name
-        call.kwargs.pop(name, None)
+        arguments.pop(name, None)
     return ""
 
 
@@ -204,37 +180,30 @@ def _unsupported_option(config: Any, model_kwargs: dict[str, Any]) -> str:
 
 
 def _through_hugging_face(
-    module: Any, call: Call, own: Callable[..., Any], seed: Any, generator: Any, tokenizer: Any
+    module: Any, arguments: dict[str, Any], own: Callable[..., Any], seed: Any, generator: Any, tokenizer: Any
 ) -> Any:
-    kwargs = dict(call.kwargs)
-    places = (kwargs, *(vars(one) for one in (call.generation_config, module.generation_config) if one is not None))
+    configs = (arguments.get("generation_config"), module.generation_config)
+    places = (arguments, *(vars(config) for config in configs if config is not None))
     for drafts in _OWN_DRAFTS:
         if any(place.get(drafts) is not None for place in places):
             # Their drafts support one row only, pass several tokens at once to streamers and criteria, and may change
             # the answer, as other kernels compute the logits; and the native decoder has no early exit.
-            kwargs[drafts] = None
+            arguments[drafts] = None
             _warn_once(drafts, "generate: Hugging Face's own loop runs without the drafts of %s here")
-    given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
-    kwargs |= {name: value for name, value in given.items() if value is not None}
-    synchronise_sampling(kwargs, module._native_group)
-    with seeded(seed, generator), preserve_configurations(module, kwargs.get("assistant_model")):
-        return own(
-            call.inputs,
-            call.generation_config,
-            kwargs.pop("logits_processor", None),
-            call.stopping_criteria,
-            *call.args,
-            **kwargs,
-        )
+    if tokenizer is not None:
+        arguments["tokenizer"] = tokenizer
+    synchronise_sampling(arguments, module._native_group)
+    with seeded(seed, generator), preserve_configurations(module, arguments.get("assistant_model")):
+        return own(**arguments)
 
 
-def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
+def _check_cached(arguments: dict[str, Any], inputs: Any) -> None:
     """Refuse a cache that has the whole prompt already, as transformers would append some of its tokens again.
 
     If the mask is longer than `input_ids`, these are only the new tokens, and any cache fits.
     """
-    count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
-    mask = kwargs.get("attention_mask")
+    count = getattr(arguments.get("past_key_values"), "get_seq_length", lambda: 0)()
+    mask = arguments.get("attention_mask")
     if inputs is None or not count or (mask is not None and mask.shape[-1] != inputs.shape[-1]):
         return
     if inputs.shape[-1] <= count:
@@ -302,7 +271,12 @@ def _token_list(value: Any) -> list[int]:
 
 
 def _prepare(
-    module: Any, call: Call, config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, tokenizer: Any
+    module: Any,
+    arguments: dict[str, Any],
+    config: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    tokenizer: Any,
 ) -> Job:
     native: NativeModel = module._native
     check_arguments(vars(config))  # the model's own generation_config is part of it
@@ -321,7 +295,7 @@ def _prepare(
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise UsageError(f"the prompt of row {row} is empty: attention_mask hides all of it")
-    max_new = _max_new_tokens(module, call, config, columns, max(map(len, prompts)), native.spec.max_tokens)
+    max_new = _max_new_tokens(module, arguments, config, columns, max(map(len, prompts)), native.spec.max_tokens)
     options = sampling_options(
         do_sample=bool(config.do_sample),
         temperature=config.temperature,
@@ -353,8 +327,8 @@ def _prepare(
         options=options,
         pad=(pads or ends or [0])[0],
         stop=stop,
-        criteria=call.stopping_criteria,
-        streamer=call.streamer,
+        criteria=arguments.get("stopping_criteria"),
+        streamer=arguments.get("streamer"),
         max_time=config.max_time,
         keep_logits=as_dict and bool(config.output_logits or config.output_scores),
         output_logits=as_dict and bool(config.output_logits),
@@ -374,14 +348,14 @@ def _mask_of_padding(input_ids: torch.Tensor, pads: list[int], ends: list[int]) 
     return mask if not bool(mask.all()) else torch.ones_like(input_ids)
 
 
-def _max_new_tokens(module: Any, call: Call, config: Any, columns: int, longest: int, limit: int) -> int:
+def _max_new_tokens(module: Any, arguments: dict[str, Any], config: Any, columns: int, longest: int, limit: int) -> int:
     """The number of tokens to generate, by Hugging Face's rules for max_new_tokens, max_length or neither."""
     if config.max_new_tokens is not None:
         wanted = int(config.max_new_tokens)
         if wanted < 1:
             raise UsageError(f"max_new_tokens={wanted}: must be at least 1")
     else:
-        chosen = (call.kwargs.get("max_length"), getattr(call.generation_config, "max_length", None))
+        chosen = (arguments.get("max_length"), getattr(arguments.get("generation_config"), "max_length", None))
         default = all(value is None for value in (*chosen, module.generation_config.max_length))
         wanted = int(config.max_length) if default else int(config.max_length) - columns
         if default and limit:
