@@ -110,7 +110,7 @@ def test_angles_that_change_with_the_length(case: str) -> None:
     assert accepted > 0
 
 
-def test_requests_in_company_and_with_events_answer_as_without_drafts(llama: Any) -> None:
+def test_batched_requests_with_events_answer_as_without_drafts(llama: Any) -> None:
     """Batches change at random; requests go on with more prompt, forget a part, get masks, and are shared."""
 
     def run(draft: int) -> tuple[list[Any], int]:
