@@ -19,7 +19,8 @@ from anyaccel._llm import Request, TokenFeed
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.pages import PAGE
-from anyaccel.serve.engine.slots import MultiStep, Slots, Work
+from anyaccel.serve.engine.slots import Slots
+from anyaccel.serve.engine.step import CacheChange, MultiStep, StepInput
 from device_models import on_device
 
 pytest.importorskip("transformers")
@@ -224,16 +225,17 @@ def test_a_server_drives_it_as_the_native_model(models: list[Any]) -> None:
 
     def served(model: Any) -> list[Any]:
         slots = Slots(model)
-        long, options = _prompt(90), {"max_new_tokens": 4, "logprobs": 0}
-        new = {"1": (long, dict(options)), "2": ([*long[:80], 7], dict(options))}
-        told = [slots.apply(Work([("start", [1, -1, 0])], {"1": new["1"]}, [(1, 64)])).tokens]
-        told.append(slots.apply(Work(run=[(1, 26)])).tokens)
-        told.append(slots.apply(Work([("start", [2, 1, 64])], {"2": new["2"]}, [(1, 1), (2, 17)])).tokens)
-        outcome = slots.apply(Work(run=[(1, 1), (2, 1)]), MultiStep(1, TokenFeed(), 0))
-        told += [outcome.tokens, outcome.before, sorted(outcome.scores)]
-        told.append(slots.apply(Work([("drop", [1])], run=[(2, 1)])).tokens)
+        long, options = _prompt(90), {"max_new_tokens": 4, "logprobs": 0, "goal": "answer"}
+        first, second = (long, dict(options)), ([*long[:80], 7], dict(options))
+        found = [slots.apply(StepInput([CacheChange("start", 1)], {1: 64}, {1: first})).tokens]
+        found.append(slots.apply(StepInput(run={1: 26})).tokens)
+        share = CacheChange("start", 2, 64, 1)
+        found.append(slots.apply(StepInput([share], {1: 1, 2: 17}, {2: second})).tokens)
+        output = slots.apply(StepInput(run={1: 1, 2: 1}), MultiStep(1, TokenFeed(), 0))
+        found += [output.tokens, output.before, sorted(output.scores)]
+        found.append(slots.apply(StepInput([CacheChange("drop", 1)], {2: 1})).tokens)
         slots.clear()
-        return told
+        return found
 
     _same(models, served)
 
