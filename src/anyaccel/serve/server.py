@@ -136,24 +136,6 @@ async def _serve(
         await asyncio.gather(*draining, return_exceptions=True)
 
 
-async def _serve_and_close(
-    engine: Engine,
-    frontend: Frontend,
-    settings: ServerSettings,
-    bound: socket.socket,
-    announce: Callable[[], object],
-) -> None:
-    try:
-        await _serve(frontend, settings, bound, announce)
-    finally:
-        closing = asyncio.ensure_future(engine.close())
-        if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
-            logger.error("the engine does not end; this process does, and takes its ranks with it")
-            logging.shutdown()
-            os._exit(1)
-        await closing
-
-
 def run(
     engine: Engine,
     frontend: Frontend,
@@ -167,5 +149,17 @@ def run(
         bound: the socket of `listening.bind`.
         announce: called once the server answers.
     """
+
+    async def main() -> None:
+        try:
+            await _serve(frontend, settings, bound, announce)
+        finally:
+            closing = asyncio.ensure_future(engine.close())
+            if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
+                logger.error("the engine does not end; this process does, and takes its ranks with it")
+                logging.shutdown()
+                os._exit(1)
+            await closing
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_and_close(engine, frontend, settings, bound, announce))
+        runner.run(main())

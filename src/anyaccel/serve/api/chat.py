@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from anyaccel.serve.api.endpoint import Endpoint
-from anyaccel.serve.api.generation import TokenUsage, check_stream_options, choice_events, generation_endpoint
+from anyaccel.serve.api.generation import (
+    TokenUsage,
+    answer_head,
+    check_stream_options,
+    choice_events,
+    generation_endpoint,
+)
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol.common import Logprobs, Messages, NamedTool, SamplingFields, TemplateFields, Tools
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
 from anyaccel.serve.requests.conversation import Prompt, build_prompt, prompt_ending
-from anyaccel.serve.requests.frontend import Frontend, new_id
+from anyaccel.serve.requests.frontend import Frontend
 from anyaccel.serve.requests.structured import request_grammar
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 
@@ -71,29 +77,30 @@ async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGen
     return ChatGeneration(frontend, request, prompt, max_tokens, key)
 
 
+@dataclass
 class ChatGeneration:
     """Answers one request that has been checked; see `PreparedRequest`."""
 
-    def __init__(self, frontend: Frontend, request: ChatRequest, prompt: Prompt, max_tokens: int, key: str) -> None:
-        self._frontend = frontend
-        self._request = request
-        self._prompt = prompt
-        self._max_tokens = max_tokens
-        self._key = key
-        self._answers = request.answer_count
-        self._usage = TokenUsage([len(prompt.tokens)], self._answers)
-        self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": request.model or frontend.model}
+    frontend: Frontend
+    request: ChatRequest
+    prompt: Prompt
+    max_tokens: int
+    key: str
+
+    def __post_init__(self) -> None:
+        self._answers = self.request.answer_count
+        self._usage = TokenUsage([len(self.prompt.tokens)], self._answers)
+        kind = "chat.completion.chunk" if self.request.stream else "chat.completion"
+        self._head = answer_head(self.frontend, self.request, "chatcmpl-", kind)
 
     def _deltas(self) -> AsyncGenerator[MessageDelta, None]:
-        request = self._request
+        request = self.request
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return generate_messages(
-            self._frontend, request, self._prompt, self._max_tokens, key=self._key, logprobs=logprobs
-        )
+        return generate_messages(self.frontend, request, self.prompt, self.max_tokens, key=self.key, logprobs=logprobs)
 
     def _logprobs(self, delta: MessageDelta) -> list[dict[str, Any]]:
         """The log-probabilities of the text's tokens, without a token that only ends the answer."""
-        ends, tokenizer = self._frontend.engine.facts.ends, self._frontend.tokenizer
+        ends, tokenizer = self.frontend.engine.facts.ends, self.frontend.tokenizer
         return [_describe_logprob(tokenizer, each) for each in delta.text.logprobs if each.token not in ends]
 
     async def response(self) -> dict[str, Any]:
@@ -116,13 +123,12 @@ class ChatGeneration:
         for index, message in enumerate(messages):
             if "tool_calls" in message:
                 message["content"] = message["content"] or None
-            content = {"content": logprobs[index]} if self._request.logprobs else None
+            content = {"content": logprobs[index]} if self.request.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": finish[index]})
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage.as_json()}
+        return {**self._head, "choices": choices, "usage": self._usage.as_json()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return choice_events(self._choices(), head, self._request, self._usage)
+        return choice_events(self._choices(), self._head, self.request, self._usage)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
         started = [False] * self._answers
@@ -140,7 +146,7 @@ class ChatGeneration:
                     change["content"] = delta.content
                 if delta.calls:
                     change["tool_calls"] = delta.calls
-                logprobs = self._logprobs(delta) if self._request.logprobs else []
+                logprobs = self._logprobs(delta) if self.request.logprobs else []
                 if change or logprobs or delta.finish:
                     choice = {"index": index, "delta": change, "finish_reason": delta.finish}
                     yield {**choice, "logprobs": {"content": logprobs}} if logprobs else choice

@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from anyaccel.serve.api.endpoint import Endpoint
-from anyaccel.serve.api.generation import TokenUsage, check_stream_options, choice_events, generation_endpoint
+from anyaccel.serve.api.generation import (
+    TokenUsage,
+    answer_head,
+    check_stream_options,
+    choice_events,
+    generation_endpoint,
+)
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import Logprobs, SamplingFields, Text, TokenIds
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import TextDelta, generate_texts
-from anyaccel.serve.requests.frontend import Frontend, new_id
+from anyaccel.serve.requests.frontend import Frontend
 from anyaccel.serve.requests.structured import request_grammar
 
 _DEFAULT_TOKENS = 16
@@ -78,43 +84,38 @@ async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> C
     return CompletionGeneration(frontend, request, prompts, max_tokens, key)
 
 
+@dataclass
 class CompletionGeneration:
     """Answers one request that has been checked; see `PreparedRequest`."""
 
-    def __init__(
-        self, frontend: Frontend, request: CompletionRequest, prompts: list[list[int]], max_tokens: int, key: str
-    ) -> None:
-        self._frontend = frontend
-        self._request = request
-        self._prompts = prompts
-        self._max_tokens = max_tokens
-        self._key = key
-        answers = request.answer_count
-        self._prompt_of = [prompt for prompt in prompts for _ in range(answers)]
-        self._offsets = [0 if request.echo else len(self._decode(prompt)) for prompt in self._prompt_of]
+    frontend: Frontend
+    request: CompletionRequest
+    prompts: list[list[int]]
+    max_tokens: int
+    key: str
+
+    def __post_init__(self) -> None:
+        answers = self.request.answer_count
+        self._prompt_of = [prompt for prompt in self.prompts for _ in range(answers)]
+        self._offsets = [0 if self.request.echo else len(self._decode(prompt)) for prompt in self._prompt_of]
         self._started = [False] * len(self._prompt_of)
-        self._usage = TokenUsage([len(prompt) for prompt in prompts], answers)
-        self._head = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": request.model or frontend.model,
-        }
+        self._usage = TokenUsage([len(prompt) for prompt in self.prompts], answers)
+        self._head = answer_head(self.frontend, self.request, "cmpl-", "text_completion")
 
     def _decode(self, tokens: list[int]) -> str:
-        tokenizer = self._frontend.tokenizer
-        special = self._request.skip_special_tokens is False
+        tokenizer = self.frontend.tokenizer
+        special = self.request.skip_special_tokens is False
         text: str = tokenizer.decode_with_special(tokens) if special else tokenizer.decode(tokens)
         return text
 
     def _deltas(self) -> AsyncGenerator[TextDelta, None]:
-        request = self._request
+        request = self.request
         return generate_texts(
-            self._frontend,
+            self.frontend,
             request,
-            self._prompts,
-            self._max_tokens,
-            key=self._key,
+            self.prompts,
+            self.max_tokens,
+            key=self.key,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
             grammar=request_grammar(request),
@@ -127,11 +128,11 @@ class CompletionGeneration:
         prompt = self._prompt_of[index]
         if not self._started[index]:
             self._started[index] = True
-            if self._request.echo:
+            if self.request.echo:
                 text = self._decode(prompt) + text
                 logprobs = [prompt[0], *(delta.prompt_logprobs or ()), *logprobs]
         self._usage.add(delta)
-        lists = None if self._request.logprobs is None else self._logprob_lists(index, logprobs)
+        lists = None if self.request.logprobs is None else self._logprob_lists(index, logprobs)
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": delta.finish}
 
     def _logprob_lists(self, index: int, logprobs: Sequence[TokenLogprob | int]) -> dict[str, list[Any]]:
@@ -140,7 +141,7 @@ class CompletionGeneration:
         Args:
             logprobs: the first token of a prompt is given as an int, as it has no log-probability.
         """
-        tokenizer = self._frontend.tokenizer
+        tokenizer = self.frontend.tokenizer
         lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for each in logprobs:
             text = tokenizer.token_text(each if isinstance(each, int) else each.token)[0]
@@ -174,7 +175,7 @@ class CompletionGeneration:
         return {**self._head, "choices": choices, "usage": self._usage.as_json()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        return choice_events(self._choices(), self._head, self._request, self._usage)
+        return choice_events(self._choices(), self._head, self.request, self._usage)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self._deltas()) as deltas:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from anyaccel.serve.api.sending import DONE, EventStream, event, json_answer, re
 from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import TextDelta
-from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.frontend import Frontend, new_id
 
 G = TypeVar("G", bound=GenerationFields)
 
@@ -54,6 +55,12 @@ def generation_endpoint(
         return json_answer(await unless_gone(request.receive, prepared.response()))
 
     return Endpoint(path, summary, generate, shape, streams=True)
+
+
+def answer_head(frontend: Frontend, request: GenerationFields, prefix: str, kind: str) -> dict[str, Any]:
+    """The fields that begin each response and each event of OpenAI's older APIs."""
+    model = request.model or frontend.model
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
 class TokenUsage:

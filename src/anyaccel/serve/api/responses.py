@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -187,20 +188,20 @@ def _tools(request: ResponsesRequest) -> list[Tool]:
     return tools
 
 
+@dataclass
 class ResponsesGeneration:
     """Answers one request that has been checked; see `PreparedRequest`.
 
     The events of its stream also build the response.
     """
 
-    def __init__(
-        self, frontend: Frontend, request: ResponsesRequest, prompt: Prompt, max_tokens: int, key: str
-    ) -> None:
-        self._frontend = frontend
-        self._request = request
-        self._prompt = prompt
-        self._max_tokens = max_tokens
-        self._key = key
+    frontend: Frontend
+    request: ResponsesRequest
+    prompt: Prompt
+    max_tokens: int
+    key: str
+
+    def __post_init__(self) -> None:
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the output item that still grows
         self._usage: dict[str, Any] | None = None
@@ -208,7 +209,7 @@ class ResponsesGeneration:
         self._identity, self._created = new_id("resp_"), int(time.time())
 
     def _response(self) -> dict[str, Any]:
-        request = self._request
+        request = self.request
         return {
             "id": self._identity,
             "object": "response",
@@ -219,18 +220,18 @@ class ResponsesGeneration:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": request.model or self._frontend.model,
+            "model": request.model or self.frontend.model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": self._frontend.defaults.temperature if request.temperature is None else request.temperature,
+            "temperature": self.frontend.defaults.temperature if request.temperature is None else request.temperature,
             "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
             "tool_choice": request.tool_choice.model_dump()
             if isinstance(request.tool_choice, NamedFunction)
             else request.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
-            "top_p": self._frontend.defaults.top_p if request.top_p is None else request.top_p,
+            "top_p": self.frontend.defaults.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self._usage,
         }
@@ -330,14 +331,14 @@ class ResponsesGeneration:
         yield {"type": "response.created", "response": self._response()}
         yield {"type": "response.in_progress", "response": self._response()}
         last = None
-        deltas = generate_messages(self._frontend, self._request, self._prompt, self._max_tokens, key=self._key)
+        deltas = generate_messages(self.frontend, self.request, self.prompt, self.max_tokens, key=self.key)
         async with aclosing(deltas):
             async for delta in deltas:
                 last = delta.text
                 for each in self._parse(delta):
                     yield each
         assert last is not None
-        prompt = len(self._prompt.tokens)
+        prompt = len(self.prompt.tokens)
         self._usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": last.cached},

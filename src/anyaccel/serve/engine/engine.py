@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
@@ -46,23 +46,22 @@ _RESTART_S = (0.5, 30.0)  # the first and the longest delay before the decoder i
 _IDLE_S = 1.0  # between two health checks of an idle decoder
 
 
+@dataclass(eq=False)
 class OpenRequest:
-    """A request that has not ended; used in the engine's thread."""
+    """A request that has not ended; used in the engine's thread.
 
-    def __init__(
-        self,
-        scheduled: ScheduledRequest,
-        options: dict[str, Any],
-        stream: ResultStream,
-        constraint: Constraint | None,
-    ) -> None:
-        self.scheduled = scheduled
-        self.options = options
-        self.stream = stream
-        self.constraint = constraint
-        self.submitted_at = time.monotonic()
-        self.queued_s = 0.0  # from then until its first step
-        self.drafts = (0, 0)  # numbers of drafted and of accepted tokens
+    Attributes:
+        queued_s: from its submission until its first step.
+        drafts: numbers of drafted and of accepted tokens.
+    """
+
+    scheduled: ScheduledRequest
+    options: dict[str, Any]
+    stream: ResultStream
+    constraint: Constraint | None
+    submitted_at: float = field(default_factory=time.monotonic)
+    queued_s: float = 0.0
+    drafts: tuple[int, int] = (0, 0)
 
     @property
     def wants_logprobs(self) -> bool:
