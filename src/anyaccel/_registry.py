@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     """One registered factory.
 
     Attributes:
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
 
     def __init__(self, group: str, builtin: dict[str, str]) -> None:
         self.group = group
-        self._entries = {name: Entry[T](name, target, "anyaccel") for name, target in builtin.items()}
+        self._entries = {name: RegistryEntry[T](name, target, "anyaccel") for name, target in builtin.items()}
         self._extensions_read = False
 
     def _read_extensions(self) -> None:
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
         for point in entry_points(group=self.group):
             origin = point.dist.name if point.dist is not None else point.module
             # Ours cannot be replaced silently: set_accelerator() and its like do that explicitly.
-            self._entries.setdefault(point.name, Entry[T](point.name, point.value, origin))
+            self._entries.setdefault(point.name, RegistryEntry[T](point.name, point.value, origin))
         self._extensions_read = True  # last: another thread may be looking
 
     def names(self) -> list[str]:
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         self._read_extensions()
         return list(self._entries)
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[RegistryEntry[T]]:
         self._read_extensions()
         return iter(self._entries.values())
 
@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         self._read_extensions()
         return name in self._entries
 
-    def __getitem__(self, name: str) -> Entry[T]:
+    def __getitem__(self, name: str) -> RegistryEntry[T]:
         """The entry called `name`.
 
         Raises:

@@ -15,7 +15,7 @@ START = Path(__file__).absolute().parent / "cuda" / "start"  # its sitecustomize
 
 
 @dataclass(frozen=True)
-class Options:
+class CudaJobOptions:
     """What `--as-cuda=` and the environment variable name, separated by commas.
 
     Attributes:
@@ -29,7 +29,7 @@ class Options:
     amp: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Options:
+    def parse(cls, text: str) -> CudaJobOptions:
         """From "report,amp" and the like; "", "1" and "on" stand for no option.
 
         Raises:
@@ -45,7 +45,7 @@ class Options:
         return ",".join(each.name for each in fields(self) if getattr(self, each.name)) or "on"
 
 
-def job_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+def job_environment(options: CudaJobOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables with which every Python that is started below runs in the mode (but not with -I or -E)."""
     before = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder != str(START)]
     return {VARIABLE: str(options), "PYTHONPATH": os.pathsep.join([str(START), *before])}

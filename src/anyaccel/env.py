@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_number, parse_whole
+from anyaccel.numerals import parse_integer, parse_number
 
 T = TypeVar("T")
 
@@ -50,14 +50,14 @@ def _positive_float(text: str) -> float:
 
 
 def _positive_int(text: str) -> int:
-    value = parse_whole(text)
+    value = parse_integer(text)
     if value <= 0:
         raise ValueError("must be above 0")
     return value
 
 
 def _whole_number(text: str) -> int:
-    value = parse_whole(text)
+    value = parse_integer(text)
     if value < 0:
         raise ValueError("must be 0 or above")
     return value

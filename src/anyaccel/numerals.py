@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _DIGITS = 100
 
 
-def parse_whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """The whole number that the text is: digits, and a minus sign before them.
 
     Raises:
@@ -46,7 +46,7 @@ def parse_number(text: str) -> float:
     return value
 
 
-def whole_number(name: str, value: Any) -> int:
+def to_integer(name: str, value: Any) -> int:
     """`value` as an int; UsageError where it is none, such as 1.5, True or a text."""
     try:
         if not isinstance(value, bool):

@@ -135,7 +135,7 @@ def load_apart(victim: str) -> str:
     pretend((0, 0, 1))
     heartbeat_module._BEAT_SECONDS = 0.2
     group = dist.new_group(backend="shm")
-    watch = heartbeat_module.heartbeat_of(group, gather_hosts(group))
+    watch = heartbeat_module.get_heartbeat(group, gather_hosts(group))
     assert watch is not None and watch.names()[2] == f"rank 2 on {os.uname().nodename}"
     loading = LoadingRanks(watch, dist.get_rank(), 2)
     if dist.get_rank() == 2:

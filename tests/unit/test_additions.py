@@ -37,7 +37,7 @@ from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
 from anyaccel.inference.native.checkpoint import read_checkpoint
 from anyaccel.launch import runners
-from anyaccel.launch.cluster import forward
+from anyaccel.launch.cluster import environment
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.launch.plan import devices
 from anyaccel.ops import builder as op_builder
@@ -94,7 +94,7 @@ def test_a_backend_in_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / "dev" / f"acme{number}").touch()
     seen = again(devices).find_devices(read_machine(), {}, str(tmp_path))
     assert (seen.accelerator, seen.count, seen.variable) == ("acme", 2, "ACME_VISIBLE_DEVICES")
-    assert {"ACCL", "ACME"} <= set(again(forward).PREFIXES["accelerators"])
+    assert {"ACCL", "ACME"} <= set(again(environment).PREFIXES["accelerators"])
 
 
 def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ EVERYBODYS = {
     "extras",
     "_needs_torch",
     "numerals",
-    "outside",
+    "validation",
     "terminal",
     "vendors",
     "cuda_names",

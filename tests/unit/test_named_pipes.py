@@ -14,7 +14,7 @@ from anyaccel.bench import report
 from anyaccel.cli import main
 from anyaccel.errors import AnyAccelError
 from anyaccel.launch.local.command import in_venv
-from anyaccel.outside import create_file, open_file
+from anyaccel.validation import create_file, open_file
 from sysfs_trees import MACHINES, build
 
 

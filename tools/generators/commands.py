@@ -11,7 +11,7 @@ from pathlib import Path
 
 from anyaccel import env
 from anyaccel.cli import COMMANDS
-from anyaccel.cli._parser import listed
+from anyaccel.cli._parser import list_entries
 from generators import DOCS
 
 HEAD = """\
@@ -58,7 +58,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"### anyaccel {name}"
     yield ""
     for paragraph in (parser.description or "").split("\n\n"):
-        yield from _entries(listed(paragraph)) if listed(paragraph) else [_cell(paragraph)]
+        yield from _entries(list_entries(paragraph)) if list_entries(paragraph) else [_cell(paragraph)]
         yield ""
     if any(not isinstance(each, argparse._HelpAction | argparse._SubParsersAction) for each in parser._actions):
         yield from _options(parser)

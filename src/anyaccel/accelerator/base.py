@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 
 from anyaccel import env
-from anyaccel.accelerator import inert
+from anyaccel.accelerator import synchronous
 from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capability, Unavailable
 from anyaccel.errors import CapabilityError, UsageError
 
@@ -224,7 +224,7 @@ class Accelerator(abc.ABC):
         why = self.spec.capabilities.why_absent(capability) or why or "this backend does not provide it"
         raise CapabilityError(self._name, str(capability), why)
 
-    def _inert_or_lacks(self, capability: Capability) -> None:
+    def _check_stand_in(self, capability: Capability) -> None:
         if not self.spec.capabilities.synchronous:
             self._lacks(capability)
 
@@ -363,18 +363,18 @@ class Accelerator(abc.ABC):
     @property
     def Stream(self) -> Any:
         """The stream class."""
-        self._inert_or_lacks(Capability.STREAMS)
-        return inert.Stream
+        self._check_stand_in(Capability.STREAMS)
+        return synchronous.Stream
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Context in which work goes to `stream`; None changes nothing."""
-        self._inert_or_lacks(Capability.STREAMS)
+        self._check_stand_in(Capability.STREAMS)
         return contextlib.nullcontext(stream)
 
     def current_stream(self, device_index: DeviceIndex = None) -> Any:
         """The stream that work goes to now."""
-        self._inert_or_lacks(Capability.STREAMS)
-        return inert.Stream(self.device())
+        self._check_stand_in(Capability.STREAMS)
+        return synchronous.Stream(self.device())
 
     def default_stream(self, device_index: DeviceIndex = None) -> Any:
         """The stream that work goes to when no other is chosen."""
@@ -383,8 +383,8 @@ class Accelerator(abc.ABC):
     @property
     def Event(self) -> Any:
         """The event class; `elapsed_time` is in milliseconds."""
-        self._inert_or_lacks(Capability.EVENTS)
-        return inert.Event
+        self._check_stand_in(Capability.EVENTS)
+        return synchronous.Event
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -546,12 +546,12 @@ class Accelerator(abc.ABC):
 
     def create_graph(self) -> Any:
         """A new, empty graph."""
-        self._inert_or_lacks(Capability.GRAPHS)
-        return inert.Graph()
+        self._check_stand_in(Capability.GRAPHS)
+        return synchronous.Graph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """Context in which work is captured into `graph` instead of being run."""
-        self._inert_or_lacks(Capability.GRAPHS)
+        self._check_stand_in(Capability.GRAPHS)
         return contextlib.nullcontext(graph)
 
     def replay_graph(self, graph: Any) -> None:

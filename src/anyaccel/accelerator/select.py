@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyaccel import env
-from anyaccel._registry import Entry, Registry
+from anyaccel._registry import Registry, RegistryEntry
 from anyaccel.accelerator import autoload, deadline
 from anyaccel.accelerator.spec import API_VERSION, BackendSpec, Unavailable
 from anyaccel.errors import AcceleratorUnavailableError, UsageError
@@ -275,7 +275,7 @@ def _passed_over(rows: Iterable[Candidate], absent: str = "") -> str:
     return "; ".join(filter(None, [present, f"nothing is installed for {absent}" if absent else ""]))
 
 
-def _load(entry: Entry[Any]) -> _Loaded:
+def _load(entry: RegistryEntry[Any]) -> _Loaded:
     """Import what is registered; its own failure is a row with the reason."""
     importlib.import_module("anyaccel.accelerator.torch_device")  # with torch: not to be counted as a probe
     started = time.perf_counter()

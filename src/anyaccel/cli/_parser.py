@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_number, parse_whole
+from anyaccel.numerals import parse_integer, parse_number
 from anyaccel.terminal import did_you_mean, fitted, terminal_width
 
 TYPE_CHECKING = False
@@ -31,11 +31,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         """Fill a description to the width, paragraph by paragraph; examples stay as they were written."""
         if text.startswith("examples:"):
             return super()._fill_text(text, width, indent)
-        filled = ["\n".join(listed(each)) or " ".join(each.split()) for each in text.split("\n\n")]
+        filled = ["\n".join(list_entries(each)) or " ".join(each.split()) for each in text.split("\n\n")]
         return super()._fill_text(fitted("\n\n".join(filled), width), width, indent)
 
 
-def listed(paragraph: str) -> list[str]:
+def list_entries(paragraph: str) -> list[str]:
     """The entries of a paragraph that is a list, each joined to one line; [] for other paragraphs.
 
     Entries of a list are indented by two spaces, and their further lines by more.
@@ -53,7 +53,7 @@ def listed(paragraph: str) -> list[str]:
 
 def strict_numbers(parser: argparse.ArgumentParser) -> None:
     """Make options of the types int and float refuse what only Python accepts as a number, such as `1_000` or `nan`."""
-    parser.register("type", int, parse_whole)
+    parser.register("type", int, parse_integer)
     parser.register("type", float, parse_number)
 
 

@@ -158,7 +158,7 @@ class Screen:
             self._elapsed.clear()
 
 
-class Stream:
+class AnswerStream:
     """Decodes the tokens of one answer as they come and shows its text; it has ended once a stop string is complete."""
 
     def __init__(

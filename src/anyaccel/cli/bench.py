@@ -112,9 +112,9 @@ def _vocabulary(model: str) -> int:
     """The size of the vocabulary, which bounds the tokens of random prompts; 20000 where no config.json has it."""
     config = Path(model) / "config.json"
     if config.is_file():
-        from anyaccel.outside import Values, read_json
+        from anyaccel.validation import Fields, read_json
 
-        return Values(read_json(config), f"{config}: ").whole("vocab_size", 20000, 1)
+        return Fields(read_json(config), f"{config}: ").get_int("vocab_size", 20000, 1)
     return 20000
 
 

@@ -24,7 +24,7 @@ from anyaccel.cli._model_options import (
     warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
+from anyaccel.cli._screen import AnswerStream, Screen, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.terminal import moves_cursor
 
@@ -130,7 +130,7 @@ class Conversation:
         except BaseException:
             self._messages.pop()
             raise
-        stream = Stream(self._backend.tokenizer.decode, self._options.stop, show)
+        stream = AnswerStream(self._backend.tokenizer.decode, self._options.stop, show)
         result = Generation()
         cut = False
         try:

@@ -25,7 +25,7 @@ from anyaccel.cli._model_options import (
     warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
+from anyaccel.cli._screen import AnswerStream, Screen, keep_bytes, show
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     from anyaccel.inference.generate import Generation
 
     result = Generation()
-    stream = Stream(backend.tokenizer.decode, options.stop, show if backend.first and not options.json else None)
+    stream = AnswerStream(backend.tokenizer.decode, options.stop, show if backend.first and not options.json else None)
     ids = _encode(backend, options)
     tokens = backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)
     for token in tokens:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from anyaccel.port.config import Config
+    from anyaccel.port.config import PortConfig
     from anyaccel.port.files import Skipped
 
 _EXAMPLES = """\
@@ -126,7 +126,7 @@ def _port(options: argparse.Namespace) -> int:
     totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "unwritten", "suppressed"), 0)
     with (
         _progress(len(files)) as step,
-        contextlib.closing(run.look_at_all(files, step)) as outcomes,
+        contextlib.closing(run.check_files(files, step)) as outcomes,
     ):
         for outcome in outcomes:
             totals["files"] += 1
@@ -142,7 +142,7 @@ def _port(options: argparse.Namespace) -> int:
                     totals["unwritten"] += sum(each.fixed for each in outcome.findings)
             if error:
                 problems.append(
-                    output.problem(run.Outcome(outcome.path, error, line=outcome.line, column=outcome.column))
+                    output.problem(run.FileResult(outcome.path, error, line=outcome.line, column=outcome.column))
                 )
                 _say(problems[-1], sys.stderr)
             totals["changed"] += outcome.after is not None and (fixed or not options.write)
@@ -205,11 +205,11 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     return f"{what}{unwritten}; {seen}{without}{failed}"
 
 
-def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:
+def _files(options: argparse.Namespace) -> tuple[list[tuple[str, PortConfig]], list[Skipped]]:
     from anyaccel.port import config
     from anyaccel.port.files import Skipped, find
 
-    files: list[tuple[str, Config]] = []
+    files: list[tuple[str, PortConfig]] = []
     skipped: list[Skipped] = []
     seen = set()
     for path in options.paths:

@@ -188,9 +188,9 @@ def _job_environment(arguments: argparse.Namespace) -> dict[str, str]:
 
         found = compat.job_environment(os.environ)
     if arguments.as_cuda or arguments.as_cuda_options:
-        from anyaccel.cuda_job import Options, job_environment
+        from anyaccel.cuda_job import CudaJobOptions, job_environment
 
-        found |= job_environment(Options.parse(arguments.as_cuda_options), {**os.environ, **found})
+        found |= job_environment(CudaJobOptions.parse(arguments.as_cuda_options), {**os.environ, **found})
     return found
 
 

@@ -12,15 +12,15 @@ from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.plan.options import LaunchOptions
-from anyaccel.launch.plan.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.plan.plan import HostPlace, LaunchPlan, RankBinding
 from anyaccel.launch.plan.planning import make_plan
-from anyaccel.outside import create_file
-from anyaccel.report.topo import Share, short_list, to_dict
+from anyaccel.report.topo import RankCores, short_list, to_dict
 from anyaccel.report.topo_text import WIDTH, plain, render
 from anyaccel.terminal import table_width
 from anyaccel.topology import Machine, read_machine
 from anyaccel.topology.details import read_details
 from anyaccel.topology.sysfs import check_recording
+from anyaccel.validation import create_file
 
 _EXAMPLES = """\
   this machine: packages, NUMA nodes, cores, caches, accelerators
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     machine = read_machine(root)
     plan = _plan(arguments, machine, root)
     details = read_details(machine, root)
-    shares = [Share(binding.rank, binding.cores, _memory_text(binding)) for binding in plan.ranks] if plan else []
+    shares = [RankCores(binding.rank, binding.cores, _memory_text(binding)) for binding in plan.ranks] if plan else []
 
     if arguments.svg is not None:
         from anyaccel.report.topo_svg import render_svg
@@ -88,7 +88,7 @@ def _plan(arguments: argparse.Namespace, machine: Machine, root: str | None) -> 
     options = LaunchOptions(script, num_accelerators=arguments.num_accelerators, **given)
     if options == LaunchOptions(script):
         return None
-    return make_plan(options, machine, place=Place(), root=root or "")
+    return make_plan(options, machine, place=HostPlace(), root=root or "")
 
 
 def _memory_text(binding: RankBinding) -> str:

@@ -16,11 +16,11 @@ from torch.distributed import ReduceOp, distributed_c10d
 from anyaccel import _native
 from anyaccel.comm import events, shm, symmetric
 from anyaccel.comm.collectives import Collectives
-from anyaccel.comm.dtypes import code_of, op_code
+from anyaccel.comm.dtypes import dtype_code, op_code
 from anyaccel.comm.heartbeat import known_heartbeat
 from anyaccel.comm.hierarchy import HierarchicalGroup
 from anyaccel.comm.process_group import ShmProcessGroup
-from anyaccel.comm.tensors import Values, values
+from anyaccel.comm.tensors import InPlaceTarget, values
 from anyaccel.comm.untraced import untraced
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
@@ -188,10 +188,10 @@ def _all_reduce_add_rms_norm(
     )
     if transport is not None:
         gain = values(weight)
-        summed, kept = Values(partial), Values(residual)
+        summed, kept = InPlaceTarget(partial), InPlaceTarget(residual)
         rows = math.prod(partial.shape[:-1])
         addresses = summed.memory.data_ptr(), kept.memory.data_ptr(), gain.data_ptr()
-        code = code_of(partial.dtype)
+        code = dtype_code(partial.dtype)
         _run_in_order(
             world,
             "all_reduce_add_rms_norm",

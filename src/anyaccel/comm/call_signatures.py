@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from anyaccel.comm.dtypes import CODES, OP_NAMES, SUM, code_of, op_code
-from anyaccel.comm.python_operations import Disagreement
+from anyaccel.comm.dtypes import CODES, OP_NAMES, SUM, dtype_code, op_code
+from anyaccel.comm.python_operations import MismatchError
 
 _OPERATIONS = (
     *("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather"),
@@ -20,7 +20,7 @@ NONE = -1
 
 def signature(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: int | None) -> list[int]:
     """The signature of a call as numbers that ranks exchange: operation, dtype, elements, reduction, root."""
-    code = NONE if dtype is None else code_of(dtype)
+    code = NONE if dtype is None else dtype_code(dtype)
     return [
         _OPERATIONS.index(operation),
         code,
@@ -39,7 +39,7 @@ def check_equal(rank: int, signatures: list[list[int]]) -> None:
     own = signatures[rank]
     for peer, theirs in enumerate(signatures):
         if theirs != own:
-            raise Disagreement(
+            raise MismatchError(
                 f"ranks disagree: rank {rank} called {_describe(own)}, rank {peer} called {_describe(theirs)}"
             )
 

@@ -9,8 +9,8 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm import sparse
-from anyaccel.comm.dtypes import SUM, Lowered, code_of, lower
-from anyaccel.comm.tensors import Values, is_sparse
+from anyaccel.comm.dtypes import SUM, Lowered, dtype_code, lower
+from anyaccel.comm.tensors import InPlaceTarget, is_sparse
 
 
 class Collectives:
@@ -26,7 +26,7 @@ class Collectives:
         if tensor.layout == torch.sparse_coo and is_sparse(tensor):
             sparse.all_reduce(tensor, op, self.size, self.all_gather)
             return
-        target = Values(tensor)
+        target = InPlaceTarget(tensor)
         self.all_reduce_dense(target.memory, op)
         target.store()
 
@@ -49,13 +49,13 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Broadcast in place from `root`."""
-        target = Values(tensor)
+        target = InPlaceTarget(tensor)
         memory = target.memory
-        self.native.broadcast(memory.data_ptr(), memory.numel(), code_of(memory.dtype), root)
+        self.native.broadcast(memory.data_ptr(), memory.numel(), dtype_code(memory.dtype), root)
         target.store()
 
     def all_gather(self, outputs: list[torch.Tensor], source: torch.Tensor) -> None:
         """Gather plain tensors: outputs[r] gets that of rank r; sizes may differ from rank to rank."""
         counts = [output.numel() for output in outputs]
         addresses = [output.data_ptr() for output in outputs]
-        self.native.all_gather(source.data_ptr(), addresses, counts, code_of(source.dtype))
+        self.native.all_gather(source.data_ptr(), addresses, counts, dtype_code(source.dtype))

@@ -34,7 +34,7 @@ _SIGNED = {
 _SMALLEST = -(2**63)
 
 
-def code_of(dtype: torch.dtype) -> int:
+def dtype_code(dtype: torch.dtype) -> int:
     """The native code's number of a dtype.
 
     Raises:
@@ -92,7 +92,7 @@ def lower(dense: torch.Tensor, op: int) -> Lowered:
         UsageError: the reduction is not defined for the dtype.
     """
     dtype = dense.dtype
-    code = code_of(dtype)
+    code = dtype_code(dtype)
     if code < _KERNEL_DTYPES:
         if op in _BITWISE and dtype.is_floating_point:
             raise _no_such(op, dtype)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from anyaccel.comm.work import ShmWork
+from anyaccel.comm.work import OperationWork
 from anyaccel.errors import CommError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def _end_all() -> None:
 os.register_at_fork(after_in_child=_to_end.clear)
 
 
-_Job = tuple[Callable[[], None], ShmWork]
+_Job = tuple[Callable[[], None], OperationWork]
 
 
 class _Callbacks:
@@ -55,8 +55,8 @@ class _Callbacks:
     def __init__(self, thread: _CallbackThread) -> None:
         self.thread = thread
         # Entries are operations to run, a work that the callbacks wait for, or None when the callbacks have returned.
-        self.jobs: queue.SimpleQueue[_Job | ShmWork | None] = queue.SimpleQueue()
-        self.own: weakref.WeakSet[ShmWork] = weakref.WeakSet()
+        self.jobs: queue.SimpleQueue[_Job | OperationWork | None] = queue.SimpleQueue()
+        self.own: weakref.WeakSet[OperationWork] = weakref.WeakSet()
         self.has_priority = False  # the executor runs what they submit before everything else
         self.released = False  # they have lost that priority for good
         self.ended = False
@@ -126,9 +126,9 @@ class Executor:
             self._open.pop()
         self._on_change(change)
 
-    def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
+    def submit(self, run: Callable[[], None], outputs: Any) -> OperationWork:
         """Call `run` on the executor's thread, after everything that was submitted before."""
-        work = ShmWork(outputs)
+        work = OperationWork(outputs)
         work.before_wait = self._before_wait
         callbacks = self._callbacks.get(threading.get_ident())
         if (self._closed and callbacks is None) or os.getpid() != self._process:
@@ -178,7 +178,7 @@ class Executor:
                 self._count(-1)
                 job[1].finish(self._refusal())
 
-    def _before_wait(self, work: ShmWork) -> None:
+    def _before_wait(self, work: OperationWork) -> None:
         """Called by a thread before it waits for a work: callbacks that do go on right after that operation."""
         if threading.current_thread() is self._thread:
             raise CommError("what is done while the group's own thread works (a __del__) cannot wait for the group")

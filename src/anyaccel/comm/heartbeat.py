@@ -163,7 +163,7 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
     return Heartbeat(made, range(size), rank, tag, _silence(timeout_s, beat_s))
 
 
-def heartbeat_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Heartbeat | None:
+def get_heartbeat(group: dist.ProcessGroup, hosts: Sequence[str]) -> Heartbeat | None:
     """The heartbeats of a group of any backend; None where all ranks are on one host. A collective call.
 
     Args:

@@ -28,7 +28,7 @@ from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower
 from anyaccel.comm.heartbeat import Heartbeat, connect
 from anyaccel.comm.python_group import PythonGroup
 from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Disagreement
+from anyaccel.comm.python_operations import MismatchError
 from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes
 from anyaccel.comm.torch_backend import SYNCHRONOUS
@@ -286,7 +286,7 @@ class HierarchicalGroup(PythonGroup):
         sent = torch.stack([signature[0] for signature in signatures])
         expected = torch.stack([signature[1] for signature in signatures]).T
         for sender, receiver in (sent != expected).nonzero().tolist()[:1]:
-            raise Disagreement(
+            raise MismatchError(
                 f"ranks disagree: in all_to_all, rank {sender} sends {int(sent[sender, receiver])} elements to rank "
                 f"{receiver}, which expects {int(expected[sender, receiver])}"
             )

@@ -21,7 +21,7 @@ _SAMPLES = 1000  # the most latencies of an entry; when it is full, every second
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """The record of one operation at one size on one rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Entry:
         self.longest = max(self.longest, seconds)
 
 
-_entries: dict[tuple[str, int, str], Entry] = {}
+_entries: dict[tuple[str, int, str], LogEntry] = {}
 _lock = threading.Lock()
 _on: bool | None = None  # None: as the environment says
 
@@ -100,11 +100,11 @@ def record(op: str, size: int, seconds: float, group: Any) -> None:
     with _lock:
         entry = _entries.get(key)
         if entry is None:
-            entry = _entries[key] = Entry(op, size, group.size(), key[2])
+            entry = _entries[key] = LogEntry(op, size, group.size(), key[2])
         entry.add(seconds)
 
 
-def entries() -> list[Entry]:
+def entries() -> list[LogEntry]:
     """The records of this rank, by operation and size."""
     with _lock:
         return sorted(_entries.values(), key=lambda entry: (entry.op, entry.size, entry.group))

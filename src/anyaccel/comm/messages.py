@@ -12,17 +12,17 @@ from datetime import timedelta
 import torch
 
 from anyaccel import _native
-from anyaccel.comm.dtypes import code_of
+from anyaccel.comm.dtypes import dtype_code
 from anyaccel.comm.executor import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
-from anyaccel.comm.work import ShmWork
+from anyaccel.comm.work import OperationWork
 
 ANY = -1  # as a peer: any rank that sends
 _PUMP_SECONDS = 0.05
 _HEAD_START_SECONDS = 0.001  # before the thread handles a message: most are waited for at once where they were posted
 
 
-class MessageWork(ShmWork):
+class ShmMessageWork(OperationWork):
     """One message in flight."""
 
     def __init__(
@@ -72,32 +72,32 @@ class MessageWork(ShmWork):
         return self.settle()
 
 
-class Mail:
+class Mailbox:
     """The messages of a group. A thread, started when first needed, makes progress on those that nobody waits for."""
 
     def __init__(self, native: _native.ShmGroup) -> None:
         self._native = _native.Messages(native)
-        self._works: list[MessageWork] = []
+        self._works: list[ShmMessageWork] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._process = os.getpid()
         at_exit(self)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> ShmMessageWork:
         """Start to send."""
         memory = values(tensor)
-        message = self._native.send(memory.data_ptr(), memory.numel(), code_of(memory.dtype), peer, tag)
-        return self._post(MessageWork(self._native, message, tensor, memory, _nothing))
+        message = self._native.send(memory.data_ptr(), memory.numel(), dtype_code(memory.dtype), peer, tag)
+        return self._post(ShmMessageWork(self._native, message, tensor, memory, _nothing))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> ShmMessageWork:
         """Start to receive; `peer` may be ANY."""
         target = Target(tensor)
         memory = target.memory
-        message = self._native.receive(memory.data_ptr(), memory.numel(), code_of(memory.dtype), peer, tag)
-        return self._post(MessageWork(self._native, message, tensor, memory, target.store))
+        message = self._native.receive(memory.data_ptr(), memory.numel(), dtype_code(memory.dtype), peer, tag)
+        return self._post(ShmMessageWork(self._native, message, tensor, memory, target.store))
 
-    def _post(self, work: MessageWork) -> MessageWork:
+    def _post(self, work: ShmMessageWork) -> ShmMessageWork:
         if work.settle():
             return work
         with self._changed:

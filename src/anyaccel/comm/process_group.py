@@ -18,16 +18,16 @@ from torch.distributed import Work
 from anyaccel import _native
 from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
-from anyaccel.comm.dtypes import Lowered, code_of, lower
+from anyaccel.comm.dtypes import Lowered, dtype_code, lower
 from anyaccel.comm.executor import Executor
-from anyaccel.comm.messages import ANY, Mail, MessageWork
+from anyaccel.comm.messages import ANY, Mailbox, ShmMessageWork
 from anyaccel.comm.python_group import PythonGroup
-from anyaccel.comm.tensors import bare_each
+from anyaccel.comm.tensors import unwrap_each
 from anyaccel.comm.torch_backend import SYNCHRONOUS
 from anyaccel.comm.work import JoinedWork
 
 
-def _stop(native: _native.ShmGroup, executor: Executor, mail: Mail) -> None:
+def _stop(native: _native.ShmGroup, executor: Executor, mail: Mailbox) -> None:
     native.leave()
     try:
         executor.close()
@@ -46,7 +46,7 @@ class ShmProcessGroup(PythonGroup):
         self.collectives = Collectives(native, rank, size)
         executor = Executor("anyaccel-shm", native.add_waiting, native.abort, lambda: native.timeout)
         super().__init__(rank, size, timedelta(seconds=native.timeout), executor)
-        self._mail = Mail(native)
+        self._mail = Mailbox(native)
         log.active()  # if the log is on, this turns off the native fast path, which would bypass it
         self._finalizer = weakref.finalize(self, _stop, native, executor, self._mail)
         # Not at exit: the executor and the mail have handlers of their own there.
@@ -130,24 +130,24 @@ class ShmProcessGroup(PythonGroup):
                 output.copy_(given.view(output.shape))
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.native.broadcast(tensor.data_ptr(), tensor.numel(), code_of(tensor.dtype), root)
+        self.native.broadcast(tensor.data_ptr(), tensor.numel(), dtype_code(tensor.dtype), root)
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         counts = [output.numel() for output in outputs]
-        self.native.all_gather(tensor.data_ptr(), _addresses(outputs), counts, code_of(tensor.dtype))
+        self.native.all_gather(tensor.data_ptr(), _addresses(outputs), counts, dtype_code(tensor.dtype))
 
     def start_all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         # No tensors are made for the parts: this is called for each layer by those who shard weights.
         count, first = tensor.numel(), output.data_ptr()
         addresses = [first + rank * count * tensor.element_size() for rank in range(self._size)]
-        self.native.all_gather(tensor.data_ptr(), addresses, [count] * self._size, code_of(tensor.dtype))
+        self.native.all_gather(tensor.data_ptr(), addresses, [count] * self._size, dtype_code(tensor.dtype))
 
     def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        code = code_of(tensor.dtype)
+        code = dtype_code(tensor.dtype)
         self.native.gather(tensor.data_ptr(), _addresses(outputs or []), tensor.numel(), code, root)
 
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> None:
-        code = code_of(output.dtype)
+        code = dtype_code(output.dtype)
         self.native.scatter(_addresses(inputs or []), output.data_ptr(), output.numel(), code, root)
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -156,7 +156,7 @@ class ShmProcessGroup(PythonGroup):
             [tensor.numel() for tensor in inputs],
             _addresses(outputs),
             [tensor.numel() for tensor in outputs],
-            code_of(outputs[0].dtype),
+            dtype_code(outputs[0].dtype),
         )
 
     def barrier(self, opts: Any = None) -> Work:
@@ -187,9 +187,9 @@ class ShmProcessGroup(PythonGroup):
         """Receive one tensor of whoever sends it."""
         return self.recv(tensors, ANY, tag)
 
-    def _post(self, name: str, tensors: Any, post: Callable[[torch.Tensor], MessageWork]) -> Work:
+    def _post(self, name: str, tensors: Any, post: Callable[[torch.Tensor], ShmMessageWork]) -> Work:
         works: list[Work] = []
-        for tensor in bare_each(tensors):
+        for tensor in unwrap_each(tensors):
             end = events.begin("shm", name, [tensor])
             work = post(tensor)
             if end is not None:

@@ -26,8 +26,8 @@ from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import SUM, op_code
 from anyaccel.comm.executor import Executor
 from anyaccel.comm.python_messages import MessageWork
-from anyaccel.comm.python_operations import Disagreement, Operations, Wait
-from anyaccel.comm.tensors import Target, Values, bare_each, is_sparse, same_dtype, values
+from anyaccel.comm.python_operations import MismatchError, Operations, Wait
+from anyaccel.comm.tensors import InPlaceTarget, Target, is_sparse, same_dtype, unwrap_each, values
 from anyaccel.comm.work import DoneWork, JoinedWork, register
 from anyaccel.errors import AnyAccelError, UsageError
 
@@ -89,7 +89,7 @@ class PythonGroup(Operations):
                 wait = started[0] if started else start()
                 if wait is not None:
                     wait()
-            except (UsageError, Disagreement):
+            except (UsageError, MismatchError):
                 raise  # nothing is left half sent, so the group stays usable
             except (RuntimeError, AnyAccelError):
                 self.failed()
@@ -127,17 +127,28 @@ class PythonGroup(Operations):
 
     @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        tensor, op = _single(tensors), _reduction(opts)
-        if is_sparse(tensor):
-            return self._sparse_all_reduce(tensor, op, opts)
+        return self._all_reduce(tensors, opts)
 
-        def start() -> Wait | None:
-            target = Values(tensor)
+    @events.counted("allreduce_coalesced_")
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return self._all_reduce(tensors, opts)
+
+    def _all_reduce(self, tensors: Any, opts: Any) -> Work:
+        tensors, op = unwrap_each([tensors] if isinstance(tensors, torch.Tensor) else tensors), _reduction(opts)
+        starts = [
+            (self._sparse_all_reduce if is_sparse(each) else self._dense_all_reduce)(each, op) for each in tensors
+        ]
+        given = [each._values().detach() if is_sparse(each) else each for each in tensors]
+        return self._run_operation("all_reduce", given, _in_turn(starts), tensors, opts)
+
+    def _dense_all_reduce(self, tensor: torch.Tensor, op: int) -> Start:
+        def start() -> Wait:
+            target = InPlaceTarget(tensor)
             return _stored(self.start_all_reduce(target.memory, op), target)
 
-        return self._run_operation("all_reduce", [tensor], start, [tensor], opts)
+        return start
 
-    def _sparse_all_reduce(self, tensor: torch.Tensor, op: int, opts: Any) -> Work:
+    def _sparse_all_reduce(self, tensor: torch.Tensor, op: int) -> Start:
         sparse.check(tensor, op)
 
         def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
@@ -148,18 +159,14 @@ class PythonGroup(Operations):
         def start() -> None:
             sparse.all_reduce(tensor, op, self._size, gather)
 
-        return self._run_operation("all_reduce", [tensor._values().detach()], start, [tensor], opts)
-
-    @events.counted("allreduce_coalesced_")
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        return JoinedWork([self.allreduce([tensor], opts) for tensor in tensors])
+        return start
 
     @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> Work:
         tensor, op, root = _single(tensors), _reduction(opts), self._root(opts, "reduce")
 
         def start() -> Wait | None:
-            target = Values(tensor)
+            target = InPlaceTarget(tensor)
             wait = self.start_reduce(target.memory, op, root)
             return _stored(wait, target) if self._rank == root else wait
 
@@ -170,36 +177,53 @@ class PythonGroup(Operations):
         tensor, root = _single(tensors), self._root(opts, "broadcast")
 
         def start() -> Wait | None:
-            target = Values(tensor)
+            target = InPlaceTarget(tensor)
             return _stored(self.start_broadcast(target.memory, root), target)
 
         return self._run_operation("broadcast", [tensor], start, [tensor], opts)
 
     @events.counted("allgather_")
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> Work:
-        outputs, tensor = bare_each(self._check_one_per_rank(output_lists[0], "all_gather")), _single(tensors)
+        return self._all_gather(output_lists, tensors, opts)
+
+    @events.counted("allgather_coalesced_")
+    def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> Work:
+        """output_lists[rank][i] gets a rank's input i."""
+        by_input = [[outputs[index] for outputs in output_lists] for index in range(len(tensors))]
+        return self._all_gather(by_input, tensors, opts)
+
+    def _all_gather(self, output_lists: Any, tensors: Any, opts: Any) -> Work:
+        output_lists, tensors = unwrap_each(output_lists), unwrap_each(tensors)
+        starts = [self._gather_into(outputs, each) for outputs, each in zip(output_lists, tensors, strict=True)]
+        return self._run_operation("all_gather", tensors, _in_turn(starts), output_lists, opts)
+
+    def _gather_into(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Start:
+        self._check_one_per_rank(outputs, "all_gather")
         same_dtype([tensor, *outputs], "all_gather")
         if (room := outputs[self._rank].numel()) != tensor.numel():
             raise UsageError(f"all_gather of {tensor.numel()} elements with room for {room} in output {self._rank}")
 
-        def start() -> Wait | None:
+        def start() -> Wait:
             targets = [Target(output) for output in outputs]
             return _stored(self.start_all_gather([each.memory for each in targets], values(tensor)), *targets)
 
-        return self._run_operation("all_gather", [tensor], start, [outputs], opts)
-
-    @events.counted("allgather_coalesced_")
-    def allgather_coalesced(self, output_lists: Any, tensors: Any, opts: Any = None) -> Work:
-        return JoinedWork(
-            [
-                self.allgather([[outputs[index] for outputs in output_lists]], [tensor], opts)
-                for index, tensor in enumerate(tensors)
-            ]
-        )
+        return start
 
     @events.counted("_allgather_base_")
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
-        output, tensor = bare_each(output), bare_each(tensor)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    _allgather_base = all_gather_single
+
+    @events.counted("allgather_into_tensor_coalesced_")
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+        outputs, tensors = unwrap_each(outputs), unwrap_each(tensors)
+        starts = [self._gather_into_one(output, each) for output, each in zip(outputs, tensors, strict=True)]
+        return self._run_operation("all_gather", tensors, _in_turn(starts), outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather_into_one(self, output: torch.Tensor, tensor: torch.Tensor) -> Start:
         same_dtype([output, tensor], "all_gather")
         if output.numel() != self._size * tensor.numel():
             raise UsageError(
@@ -207,29 +231,21 @@ class PythonGroup(Operations):
                 "many"
             )
 
-        def start() -> Wait | None:
+        def start() -> Wait:
             target = Target(output)
             return _stored(self.start_all_gather_single(target.memory, values(tensor)), target)
 
-        return self._run_operation("all_gather", [tensor], start, output, opts)
-
-    _allgather_base = all_gather_single
+        return start
 
     def start_all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Wait | None:
         """All-gather of tensors of one size into one, in rank order."""
         parts = _rows(output, self._size)
         return self.start_all_gather(parts, tensor) if parts else None
 
-    @events.counted("allgather_into_tensor_coalesced_")
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
-        return JoinedWork([self.all_gather_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
     @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
         output, op = _single(outputs), _reduction(opts)
-        inputs = bare_each(self._check_one_per_rank(input_lists[0], "reduce_scatter"))
+        inputs = unwrap_each(self._check_one_per_rank(input_lists[0], "reduce_scatter"))
         same_dtype([output, *inputs], "reduce_scatter")
         if (given := inputs[self._rank].numel()) != output.numel():
             raise UsageError(f"reduce_scatter to {output.numel()} elements with {given} in input {self._rank}")
@@ -242,7 +258,19 @@ class PythonGroup(Operations):
 
     @events.counted("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
-        output, tensor, op = bare_each(output), bare_each(tensor), _reduction(opts)
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @events.counted("reduce_scatter_tensor_coalesced_")
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
+        outputs, tensors, op = unwrap_each(outputs), unwrap_each(tensors), _reduction(opts)
+        starts = [self._scatter_one(output, each, op) for output, each in zip(outputs, tensors, strict=True)]
+        return self._run_operation("reduce_scatter", tensors, _in_turn(starts), outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _scatter_one(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Start:
         same_dtype([output, tensor], "reduce_scatter")
         if tensor.numel() != self._size * output.numel():
             raise UsageError(
@@ -255,21 +283,13 @@ class PythonGroup(Operations):
             parts = _rows(values(tensor), self._size)
             return _stored(self.start_reduce_scatter(target.memory.view(-1), parts, op), target) if parts else None
 
-        return self._run_operation("reduce_scatter", [tensor], start, output, opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    @events.counted("reduce_scatter_tensor_coalesced_")
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
-        return JoinedWork([self.reduce_scatter_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        return start
 
     @events.counted("alltoall_base_")
     def all_to_all_single(
         self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
-        output, tensor = bare_each(output), bare_each(tensor)
+        output, tensor = unwrap_each(output), unwrap_each(tensor)
         same_dtype([output, tensor], "all_to_all")
         rows, given = self._rows_of(output, output_splits, "output"), self._rows_of(tensor, input_splits, "input")
 
@@ -298,8 +318,8 @@ class PythonGroup(Operations):
 
     @events.counted("alltoall_")
     def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> Work:
-        outputs = bare_each(self._check_one_per_rank(outputs, "all_to_all"))
-        inputs = bare_each(self._check_one_per_rank(tensors, "all_to_all"))
+        outputs = unwrap_each(self._check_one_per_rank(outputs, "all_to_all"))
+        inputs = unwrap_each(self._check_one_per_rank(tensors, "all_to_all"))
         same_dtype([*outputs, *inputs], "all_to_all")
 
         def start() -> Wait | None:
@@ -313,7 +333,7 @@ class PythonGroup(Operations):
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> Work:
         root, tensor, outputs = self._root(opts, "gather"), _single(tensors), None
         if self._rank == root:
-            outputs = bare_each(self._check_one_per_rank(output_lists[0] if output_lists else [], "gather"))
+            outputs = unwrap_each(self._check_one_per_rank(output_lists[0] if output_lists else [], "gather"))
             _check_alike("gather", [tensor, *outputs])
 
         def start() -> Wait | None:
@@ -327,7 +347,7 @@ class PythonGroup(Operations):
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
         root, output, inputs = self._root(opts, "scatter"), _single(outputs), None
         if self._rank == root:
-            inputs = bare_each(self._check_one_per_rank(input_lists[0] if input_lists else [], "scatter"))
+            inputs = unwrap_each(self._check_one_per_rank(input_lists[0] if input_lists else [], "scatter"))
             _check_alike("scatter", [output, *inputs])
 
         def start() -> Wait | None:
@@ -399,6 +419,24 @@ def divide_by(total: torch.Tensor, count: int) -> None:
     total.div_(count, rounding_mode=None if total.dtype.is_floating_point else "trunc")
 
 
+def _in_turn(starts: Sequence[Start]) -> Start:
+    """Operations that are one for torch."""
+    if len(starts) == 1:
+        return starts[0]
+
+    def start() -> Wait:
+        waits = [start() for start in starts]
+
+        def finish() -> None:
+            for wait in waits:
+                if wait is not None:
+                    wait()
+
+        return finish
+
+    return start
+
+
 def _stored(wait: Wait | None, *targets: Target) -> Wait:
     """What waits for an operation, and then stores what it has written."""
 
@@ -418,7 +456,7 @@ def _rows(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 def _single(tensors: Any) -> torch.Tensor:
     """The tensor itself, or the only one of a list, as `bare_each` leaves it."""
-    tensors = bare_each(tensors)
+    tensors = unwrap_each(tensors)
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from anyaccel.comm.tensors import Target
-from anyaccel.comm.work import ShmWork
+from anyaccel.comm.work import OperationWork
 from anyaccel.errors import AnyAccelError
 
 
@@ -27,7 +27,7 @@ class Message(Protocol):
         """The rank that sent it; -1 for a message of this rank."""
 
 
-class MessageWork(ShmWork):
+class MessageWork(OperationWork):
     """The work that `isend` and `irecv` return."""
 
     def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:

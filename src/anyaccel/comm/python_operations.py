@@ -14,7 +14,7 @@ from anyaccel.errors import CommError, UsageError
 Wait = Callable[[], None]
 
 
-class Disagreement(CommError):
+class MismatchError(CommError):
     """Ranks have called different operations. All ranks know: none waits, and the group stays usable."""
 
 

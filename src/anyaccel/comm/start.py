@@ -23,10 +23,10 @@ from anyaccel import env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
-from anyaccel.launch.counts import brief
+from anyaccel.launch.counts import shorten
 from anyaccel.launch.plan.ancestors import read_ancestors
 from anyaccel.launch.plan.local_rank import RankFromEnvironment, is_claimed_twice, launcher_below
-from anyaccel.numerals import parse_whole
+from anyaccel.numerals import parse_integer
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +213,9 @@ def get_local_rank() -> int:
 def _number(name: str, default: str | None = None) -> int:
     text = os.environ.get(name, default) or ""
     try:
-        return parse_whole(text)
+        return parse_integer(text)
     except ValueError as error:
-        raise UsageError(f"{name}={brief(text)} {error}; `anyaccel run`, torchrun or an MPI sets it") from None
+        raise UsageError(f"{name}={shorten(text)} {error}; `anyaccel run`, torchrun or an MPI sets it") from None
 
 
 def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:

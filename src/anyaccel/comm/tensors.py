@@ -13,7 +13,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _BARE = (torch.Tensor, torch.nn.Parameter)
 
 
-def bare(tensor: torch.Tensor) -> torch.Tensor:
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that has the memory of this one, detached from autograd.
 
     A result of torch's functional collectives is waited for first. Tensor subclasses that redefine operations are
@@ -35,7 +35,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):
-        return bare(tensor.trigger_wait())  # type: ignore[no-untyped-call]
+        return unwrap(tensor.trigger_wait())  # type: ignore[no-untyped-call]
     if _has_dispatch(tensor):
         raise UsageError(
             f"collectives work on tensors with memory of their own; this one is a {type(tensor).__name__}: give them "
@@ -67,13 +67,13 @@ def is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.sparse_coo and tensor.is_cpu and not _has_dispatch(tensor)
 
 
-def bare_each(tensors: Any) -> Any:
+def unwrap_each(tensors: Any) -> Any:
     """Apply `bare` to a tensor or to nested lists of them; plain and sparse tensors stay as they are."""
     if isinstance(tensors, torch.Tensor):
         return tensors if _is_bare(tensors) or is_sparse(tensors) else _unwrapped(tensors)
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and _is_bare(tensors[0]):  # a fast path
         return tensors
-    return [bare_each(each) for each in tensors]
+    return [unwrap_each(each) for each in tensors]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -83,7 +83,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values as a plain, detached tensor, which shares its memory if possible."""
-    tensor = bare(tensor)
+    tensor = unwrap(tensor)
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -98,7 +98,7 @@ class Target:
     """Memory for an output: the tensor's own if it is plain, otherwise a buffer that `store` copies to the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = bare(tensor)
+        self._tensor = unwrap(tensor)
         plain = is_plain(self._tensor)
         self.memory = self._tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
@@ -108,7 +108,7 @@ class Target:
             self._tensor.copy_(self.memory)
 
 
-class Values(Target):
+class InPlaceTarget(Target):
     """A target whose memory already has the tensor's values, for operations in place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ def _check_success(done: Future[Any]) -> bool:
 class _Result(Untraced, Future[Any]):
     """The future of a work, made in Python."""
 
-    def __init__(self, work: ShmWork) -> None:
+    def __init__(self, work: OperationWork) -> None:
         super().__init__()
         self._work = weakref.ref(work)
         self._incomplete = [None]
@@ -74,7 +74,7 @@ class _Result(Untraced, Future[Any]):
         return super().wait()
 
 
-class ShmWork(Untraced, Work):
+class OperationWork(Untraced, Work):
     """The work of one operation; `outputs` are the tensors that it writes, and the value of its future.
 
     There is no lock, for the reason that `Executor` gives. A thread that waits first registers, then checks whether the
@@ -90,7 +90,7 @@ class ShmWork(Untraced, Work):
         self._on_end: list[Callable[[], None]] = []
         self.resumed: list[Any] = []  # used by the executor: callbacks that wait for this operation
         # Called in a thread that is about to wait for this work.
-        self.before_wait: Callable[[ShmWork], None] | None = None
+        self.before_wait: Callable[[OperationWork], None] | None = None
         self.source = -1  # the rank that has sent the message, for a receive
 
     # Both are set once, by `get_future`: the future that `end` completes, and the one that is returned.
@@ -206,7 +206,7 @@ class ShmWork(Untraced, Work):
         return self._result
 
 
-class DoneWork(ShmWork):
+class DoneWork(OperationWork):
     """The work of an operation that was complete when its call returned."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def _flat(outputs: Any) -> list[torch.Tensor]:
     return [tensor for each in outputs or () for tensor in _flat(each)]
 
 
-class JoinedWork(ShmWork):
+class JoinedWork(OperationWork):
     """Several works that are waited for as one."""
 
     def __init__(self, works: list[Work]) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from anyaccel.cuda.mode import install
-from anyaccel.cuda_job import Options
+from anyaccel.cuda_job import CudaJobOptions
 from anyaccel.errors import UsageError
 
 _USAGE = """\
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"{argv[0]}: no such option; --help lists them")
     if not as_module:
         _check_program(Path(argv[0]))
-    install(Options(**dict.fromkeys(names, True)))
+    install(CudaJobOptions(**dict.fromkeys(names, True)))
     sys.argv = argv
     if as_module:
         sys.path.insert(0, str(Path.cwd()))

@@ -8,12 +8,12 @@ import os
 import torch
 
 from anyaccel.cuda import report
-from anyaccel.cuda_job import VARIABLE, Options, job_environment
+from anyaccel.cuda_job import VARIABLE, CudaJobOptions, job_environment
 
 _installed: list[str] = []
 
 
-def install(options: Options | None = None) -> bool:
+def install(options: CudaJobOptions | None = None) -> bool:
     """Let what names CUDA use the accelerator of this machine, also in processes that this one starts.
 
     Args:
@@ -32,7 +32,7 @@ def install(options: Options | None = None) -> bool:
 
     accelerator = get_accelerator()
     if options is not None or not _installed:
-        options = Options.parse(os.environ.get(VARIABLE, "")) if options is None else options
+        options = CudaJobOptions.parse(os.environ.get(VARIABLE, "")) if options is None else options
         devices.mixed_precision = options.amp
         if (options.report or options.json) and report.recorder is None:
             report.recorder = report.Recorder(accelerator.device_name(), options.json)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.native.runtime import check_memory, logits_error
-from anyaccel.numerals import whole_number
+from anyaccel.numerals import to_integer
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ class SamplingOptions:
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise UsageError(f"{name}={value!r}: must be a number")
         for name in ("top_k", "seed", "draft_tokens"):
-            whole_number(name, getattr(self, name))
+            to_integer(name, getattr(self, name))
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or above")
         if not 0 <= self.draft_tokens < 2**31:
@@ -152,7 +152,7 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit
         if where:
             raise ModelError(f"{where}: it gives token {token}, outside the model's vocabulary of {vocabulary}")
         raise UsageError(f"token {token} is outside the model's vocabulary of {vocabulary}")
-    if whole_number("max_new_tokens", max_new_tokens) < 1:
+    if to_integer("max_new_tokens", max_new_tokens) < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     if limit and len(ids) + max_new_tokens > limit:
         raise UsageError(
@@ -276,7 +276,7 @@ def _one_prompt(input_ids: Any) -> list[int]:
     if not isinstance(ids, list | tuple) or any(isinstance(token, list | tuple) for token in ids):
         shape = f"of shape {list(input_ids.shape)}" if hasattr(input_ids, "shape") else f"{input_ids!r:.80}"
         raise UsageError(f"input_ids {shape}: must be the token ids of one prompt, such as [1, 2, 3]")
-    return [whole_number("a token of the prompt", token) for token in ids]
+    return [to_integer("a token of the prompt", token) for token in ids]
 
 
 def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:

@@ -16,11 +16,11 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.progress import progress_bar
 from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import aio_handle
-from anyaccel.ops.aio.memory import address_of, aligned_memory
+from anyaccel.ops.aio.memory import aligned_memory, data_address
 from anyaccel.ops.aio.native import cached_bytes
-from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy_into, kind_of
+from anyaccel.ops.aio.requests import MemoryRange, PathLike, changed, check_name, copy_into, kind_of
 from anyaccel.safetensors.header import Header, read_header
-from anyaccel.safetensors.tensors import in_torch, tensor_of
+from anyaccel.safetensors.tensors import to_tensor, torch_layout
 
 # These keep a fast disk busy. More threads help if memory has to be copied, into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -81,9 +81,9 @@ def load(
         if tensors is not None:
             return _fill(header, name, tensors, warm, progress)
         for entry in header.entries:
-            in_torch(name, entry)
+            torch_layout(name, entry)
         if header.begin == header.end:
-            return {entry.name: tensor_of(name, entry, None).to(target) for entry in header.entries}
+            return {entry.name: to_tensor(name, entry, None).to(target) for entry in header.entries}
         if warm if mmap is None else mmap:
             memory, base = mapping.mmap(descriptor, size, access=mapping.ACCESS_COPY), 0
         else:
@@ -91,7 +91,7 @@ def load(
     finally:
         for each in opened:
             os.close(each)
-    return {entry.name: tensor_of(name, entry, memory, base).to(target) for entry in header.entries}
+    return {entry.name: to_tensor(name, entry, memory, base).to(target) for entry in header.entries}
 
 
 def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple[mapping.mmap, int]:
@@ -100,7 +100,7 @@ def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple
     # The same offset within a page as in the file, so that direct I/O needs no copy.
     memory, start = aligned_memory(size, header.begin % mapping.PAGESIZE)
     with progress_bar(Path(path).name, size, progress) as show:
-        piece = Piece(header.begin, address_of(memory, start), size, memory)
+        piece = MemoryRange(header.begin, data_address(memory, start), size, memory)
         new_handle().transfer(path, [piece], write=False, cached=warm, progress=show)
     return memory, start - header.begin
 
@@ -115,7 +115,7 @@ def _fill(
     pieces = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for entry in wanted:
-        tensor, (dtype, shape) = tensors[entry.name], in_torch(path, entry)
+        tensor, (dtype, shape) = tensors[entry.name], torch_layout(path, entry)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{path}: tensor {entry.name!r} is {dtype} {list(shape)} in the file, and the one to fill "
@@ -131,7 +131,7 @@ def _fill(
             copies.append((tensor, host))
         else:
             changed(tensor)
-        pieces.append(Piece.of(host, entry.begin))
+        pieces.append(MemoryRange.of(host, entry.begin))
     with progress_bar(Path(path).name, header.end - header.begin, progress) as show:
         if pieces:
             new_handle().transfer(path, pieces, write=False, cached=warm, progress=show)

@@ -14,9 +14,9 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.progress import progress_bar
 from anyaccel.io.reading import new_handle
 from anyaccel.ops._dense import why_no_memory
-from anyaccel.ops.aio.requests import PathLike, Piece
+from anyaccel.ops.aio.requests import MemoryRange, PathLike
 from anyaccel.safetensors.header import is_unicode, make_header
-from anyaccel.safetensors.tensors import NAMES, in_file
+from anyaccel.safetensors.tensors import NAMES, file_layout
 
 
 def save(
@@ -58,11 +58,11 @@ def save(
     names = sorted(state_dict, key=lambda name: (-state_dict[name].element_size(), name))
     hosts = [state_dict[name].detach().resolve_conj().resolve_neg().cpu().contiguous() for name in names]
     header, offsets = make_header(
-        [(name, *in_file(host.dtype, tuple(host.shape))) for name, host in zip(names, hosts, strict=True)], metadata
+        [(name, *file_layout(host.dtype, tuple(host.shape))) for name, host in zip(names, hosts, strict=True)], metadata
     )
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    pieces = [Piece.of(first, 0)]
-    pieces += [Piece.of(host, offset) for offset, host in zip(offsets, hosts, strict=False) if host.nbytes]
+    pieces = [MemoryRange.of(first, 0)]
+    pieces += [MemoryRange.of(host, offset) for offset, host in zip(offsets, hosts, strict=False) if host.nbytes]
     with progress_bar(Path(os.fsdecode(path)).name, offsets[-1], progress) as show:
         new_handle().transfer(path, pieces, write=True, write_atomic=True, progress=show)
 

@@ -12,11 +12,11 @@ _DIGITS = 12
 _SHOWN = 60
 
 
-def whole_number(text: str) -> int | None:
+def parse_count(text: str) -> int | None:
     """The number that `text` says; None if it is no number, or has more digits than a count can have."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
 
 
-def brief(text: str) -> str:
+def shorten(text: str) -> str:
     """A text from outside, quoted for a message and cut where it is long."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

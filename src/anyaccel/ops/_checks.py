@@ -14,7 +14,7 @@ from anyaccel.errors import UsageError
 def check_range(optimizer: str, **values: Any) -> None:
     """Raise UsageError for a hyper-parameter that is out of range: betas must be in [0, 1), others at least 0."""
     for name, given in values.items():
-        value = number_of(optimizer, name, given)
+        value = to_float(optimizer, name, given)
         top = 1.0 if name.startswith("beta") else float("inf")
         if not 0.0 <= value < top:
             raise UsageError(
@@ -22,7 +22,7 @@ def check_range(optimizer: str, **values: Any) -> None:
             )
 
 
-def number_of(optimizer: str, name: str, value: Any) -> float:
+def to_float(optimizer: str, name: str, value: Any) -> float:
     """The present value of a numeric option, which may be a tensor; as in torch, its range is not checked again."""
     try:
         if not isinstance(value, str):
@@ -32,13 +32,13 @@ def number_of(optimizer: str, name: str, value: Any) -> float:
     raise UsageError(f"{optimizer}: {name} must be one number, not {value!r}")
 
 
-def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
+def read_betas(optimizer: str, betas: Any) -> tuple[float, float]:
     """The present betas of a group, checked: values out of range would make every parameter infinite or NaN."""
     try:
         beta1, beta2 = betas
     except (TypeError, ValueError):
         raise UsageError(f"{optimizer}: betas must be two numbers, not {betas!r}") from None
-    beta1, beta2 = number_of(optimizer, "beta1", beta1), number_of(optimizer, "beta2", beta2)
+    beta1, beta2 = to_float(optimizer, "beta1", beta1), to_float(optimizer, "beta2", beta2)
     check_range(optimizer, beta1=beta1, beta2=beta2)
     return beta1, beta2
 
@@ -55,9 +55,9 @@ def check_complete(optimizer: str, needed: Iterable[str], state: Any) -> None:
         )
 
 
-def step_of(optimizer: str, state: Mapping[str, Any]) -> torch.Tensor:
+def step_tensor(optimizer: str, state: Mapping[str, Any]) -> torch.Tensor:
     """A new float32 tensor, which native code increments, of a state's step: an int or a tensor of any dtype."""
-    return torch.tensor(number_of(optimizer, "the step of a parameter", state["step"]), dtype=torch.float32)
+    return torch.tensor(to_float(optimizer, "the step of a parameter", state["step"]), dtype=torch.float32)
 
 
 def check_values(optimizer: str, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:

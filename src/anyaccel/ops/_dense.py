@@ -18,7 +18,7 @@ def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
-def parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank has of each tensor: the local tensor of a DTensor, without a copy, or the tensor itself."""
     return [
         tensor.to_local() if any_distributed([tensor]) else tensor  # type: ignore[attr-defined]
@@ -27,7 +27,7 @@ def parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def redistribute_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The tensor divided among the ranks as `other` is, if that is a DTensor; a collective call where it was not."""
     if not any_distributed([other]):
         return tensor

@@ -60,7 +60,7 @@ class _Tensors(ctypes.Structure):
     )
 
 
-class Batch:
+class TensorBatch:
     """The checked tensors of a native step, and their addresses. A batch is reused while the tensors stay the same."""
 
     def __init__(
@@ -150,7 +150,7 @@ class NativeStep:
         self._function.argtypes = (ctypes.c_void_p, *hyper)
         self._function.restype = ctypes.c_int
 
-    def run(self, batch: Batch, *hyper: float) -> None:
+    def run(self, batch: TensorBatch, *hyper: float) -> None:
         """Increment the steps of all parameters of a batch and update the parameters, in one native call.
 
         Raises:

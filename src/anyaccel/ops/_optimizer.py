@@ -12,9 +12,9 @@ from typing import Any, ClassVar, cast
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.ops._checks import check_complete, check_place, check_values, number_of, step_of
-from anyaccel.ops._dense import any_distributed, parts, placed_as
-from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
+from anyaccel.ops._checks import check_complete, check_place, check_values, step_tensor, to_float
+from anyaccel.ops._dense import any_distributed, local_parts, redistribute_like
+from anyaccel.ops._native_step import COPIES, STATE_DTYPES, NativeStep, TensorBatch, check_dense
 from anyaccel.ops.builders.in_tree import InTreeBuilder
 
 # The state entry for the float32 master weight of a parameter in bf16 or fp16.
@@ -27,7 +27,7 @@ class _Plan:
     """The checked tensors of a group, cached for the next step."""
 
     def __init__(
-        self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: Batch
+        self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: TensorBatch
     ) -> None:
         self._states = states
         self._names = tuple(names)
@@ -38,7 +38,7 @@ class _Plan:
     def _tensors(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         found = [*params, *self._entries()]
         # What a DTensor has on this rank may be replaced without it.
-        return found if not self._distributed else [t if t is None else parts([t])[0] for t in found]
+        return found if not self._distributed else [t if t is None else local_parts([t])[0] for t in found]
 
     def _entries(self) -> list[torch.Tensor | None]:
         return [state.get(name) for name in self._names for state in self._states]
@@ -114,7 +114,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def _number(self, group: dict[str, Any], name: str) -> float:
         """A numeric option."""
         value = self._option(group, name)
-        return value if type(value) is float else number_of(type(self).__name__, name, value)
+        return value if type(value) is float else to_float(type(self).__name__, name, value)
 
     # torch's interface --------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._update_masters(params)
         plan = self._plans.get(index)
         if any_distributed(params):
-            grads = parts(map(placed_as, grads, params))
+            grads = local_parts(map(redistribute_like, grads, params))
         if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
             plan = self._plans[index] = self._plan(params, grads, group)
         self._native.run(plan.batch, *hyper)
@@ -226,9 +226,9 @@ class HostOptimizer(torch.optim.Optimizer):
                 [other if mine is None else mine for mine, other in zip(own, copies, strict=True)] if copies else own
             )
         if any_distributed(params):
-            targets, moments = parts(targets), list(map(parts, moments))
-            copies = [copy if copy is None else parts([copy])[0] for copy in copies]
-        batch = Batch(targets, grads, moments, steps, copies or None)
+            targets, moments = local_parts(targets), list(map(local_parts, moments))
+            copies = [copy if copy is None else local_parts([copy])[0] for copy in copies]
+        batch = TensorBatch(targets, grads, moments, steps, copies or None)
         return _Plan(list(params), states, ("step", *self.MOMENTS, MASTER), batch)
 
     def _prepared_state(self, param: torch.Tensor, group: dict[str, Any], key: Any = None) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class HostOptimizer(torch.optim.Optimizer):
         check_complete(name, needed, state)
         step = state["step"]
         if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.numel() != 1 or not step.is_cpu:
-            state["step"] = step_of(name, state)
+            state["step"] = step_tensor(name, state)
         for entry in (*self.MOMENTS, MASTER):
             if entry in state:
                 values = check_values(name, param, entry, state[entry])
@@ -298,7 +298,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 raise UsageError(
                     f"write_copies(): with master_weights the parameter in {param.dtype} is the second buffer already"
                 )
-            shape = parts([param])[0].shape  # a buffer of a DTensor is for this rank's part
+            shape = local_parts([param])[0].shape  # a buffer of a DTensor is for this rank's part
             if copy.shape != shape or not copy.is_cpu or not copy.is_contiguous():
                 raise UsageError(
                     f"write_copies(): a buffer must be contiguous, in host memory and of shape {tuple(shape)}, "
@@ -349,13 +349,13 @@ class HostOptimizer(torch.optim.Optimizer):
         name = f"{type(self).__name__}.load_state_dict()"
         check_complete(name, ("step", *self.MOMENTS), saved)
         state = {entry: value for entry, value in saved.items() if entry != MASTER}
-        state["step"] = step_of(name, saved)
+        state["step"] = step_tensor(name, saved)
         if self._master_weights and MASTER in saved and param.dtype != torch.float32:
             state[MASTER] = saved[MASTER]
         for entry in (*self.MOMENTS, MASTER):
             if entry not in state:
                 continue
-            values = placed_as(check_values(name, param, entry, state[entry]).detach(), param)
+            values = redistribute_like(check_values(name, param, entry, state[entry]).detach(), param)
             dtype = torch.float32 if entry == MASTER else self._dtype_of_moments(param)
             # With the memory layout of the parameter.
             state[entry] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(values)

@@ -13,7 +13,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._checks import check_range
-from anyaccel.ops._native_step import Batch
+from anyaccel.ops._native_step import TensorBatch
 from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdagradBuilder
 from anyaccel.ops.builders.in_tree import InTreeBuilder
@@ -99,7 +99,7 @@ class CPUAdagrad(HostOptimizer):
         grad = grad.coalesce()
         at, target = tuple(grad.indices()), state.get(MASTER, param)
         rows, total = target[at].contiguous(), state["sum"][at].contiguous()
-        batch = Batch([rows], [grad.values().contiguous()], [[total]], [state["step"]], None)
+        batch = TensorBatch([rows], [grad.values().contiguous()], [[total]], [state["step"]], None)
         self._native.run(batch, *self._hyper(group))
         state["sum"][at] = total
         for tensor in {

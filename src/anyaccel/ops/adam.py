@@ -12,7 +12,7 @@ import anyaccel._needs_torch  # noqa: F401
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.ops._checks import betas_of, check_range
+from anyaccel.ops._checks import check_range, read_betas
 from anyaccel.ops._optimizer import MASTER, AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdamBuilder
 from anyaccel.ops.builders.in_tree import InTreeBuilder
@@ -58,7 +58,7 @@ class CPUAdam(HostOptimizer):
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
         check_range(type(self).__name__, lr=lr, eps=eps, weight_decay=weight_decay)
-        betas_of(type(self).__name__, betas)
+        read_betas(type(self).__name__, betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -83,7 +83,7 @@ class CPUAdam(HostOptimizer):
         super().add_param_group(param_group)
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
+        beta1, beta2 = read_betas(type(self).__name__, self._option(group, "betas"))
         return (
             self._number(group, "lr"), beta1, beta2, self._number(group, "eps"), self._number(group, "weight_decay"),
             bool(self._option(group, "decoupled_weight_decay")), bool(self._option(group, "bias_correction")),

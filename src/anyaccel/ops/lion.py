@@ -10,7 +10,7 @@ import anyaccel._needs_torch  # noqa: F401
 # isort: split
 import torch
 
-from anyaccel.ops._checks import betas_of, check_range
+from anyaccel.ops._checks import check_range, read_betas
 from anyaccel.ops._optimizer import AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPULionBuilder
 from anyaccel.ops.builders.in_tree import InTreeBuilder
@@ -46,12 +46,12 @@ class CPULion(HostOptimizer):
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
         check_range(type(self).__name__, lr=lr, weight_decay=weight_decay)
-        betas_of(type(self).__name__, betas)
+        read_betas(type(self).__name__, betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
+        beta1, beta2 = read_betas(type(self).__name__, self._option(group, "betas"))
         return self._number(group, "lr"), beta1, beta2, self._number(group, "weight_decay")
 
 

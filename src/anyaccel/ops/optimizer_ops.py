@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.ops._native_step import Batch, NativeStep
+from anyaccel.ops._native_step import NativeStep, TensorBatch
 
 logger = logging.getLogger("anyaccel.ops")
 
@@ -64,7 +64,7 @@ class _Op:
     ) -> int:
         before = _previous_step(step)
         copies = None if copy is None else [copy]
-        batch = Batch([params], [grads], [[state] for state in states], [before], copies)
+        batch = TensorBatch([params], [grads], [[state] for state in states], [before], copies)
         self.native_step.run(batch, *hyper)
         return 0
 
@@ -206,7 +206,7 @@ class FusedAdamOp:
         grads, params, exp_avgs, exp_avg_sqs = tensor_lists
         steps = [_previous_step(step) for _ in params]
         hyper = lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction
-        self.native_step.run(Batch(params, grads, (exp_avgs, exp_avg_sqs), steps, None), *hyper)
+        self.native_step.run(TensorBatch(params, grads, (exp_avgs, exp_avg_sqs), steps, None), *hyper)
 
 
 class AdagradOp(_Op):

@@ -18,7 +18,7 @@ _KEYS = ("select", "ignore", "exclude", "unsafe-fixes")
 
 
 @dataclass(frozen=True)
-class Config:
+class PortConfig:
     """What is looked for and where.
 
     Attributes:
@@ -36,7 +36,7 @@ class Config:
         """Whether the rule of this code is applied."""
         return code.startswith(self.select) and not (self.ignore and code.startswith(self.ignore))
 
-    def changed(self, select: str | None, ignore: str | None, unsafe: bool = False) -> Config:
+    def changed(self, select: str | None, ignore: str | None, unsafe: bool = False) -> PortConfig:
         """A copy in which options of the command line replace those of the file.
 
         Raises:
@@ -64,7 +64,7 @@ def checked(codes: Iterable[str], where: str) -> tuple[str, ...]:
     return found
 
 
-def find(path: str) -> Config:
+def find(path: str) -> PortConfig:
     """The configuration for this file or folder: of the nearest pyproject.toml that has the table.
 
     Raises:
@@ -75,7 +75,7 @@ def find(path: str) -> Config:
 
 
 @functools.cache
-def _find(folder: Path) -> Config:
+def _find(folder: Path) -> PortConfig:
     for each in (folder, *folder.parents):
         file = each / "pyproject.toml"
         if file.is_file():
@@ -86,10 +86,10 @@ def _find(folder: Path) -> Config:
             table = content.get("tool", {}).get("anyaccel", {}).get("port")
             if table is not None:
                 return _parse(table, f"{file}: [tool.anyaccel.port]")
-    return Config()
+    return PortConfig()
 
 
-def _parse(table: object, where: str) -> Config:
+def _parse(table: object, where: str) -> PortConfig:
     if not isinstance(table, dict):
         raise UsageError(f"{where} must be a table")
     values: dict[str, Any] = {}
@@ -106,4 +106,4 @@ def _parse(table: object, where: str) -> Config:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise UsageError(f"{where}: {key} = {value!r} must be a list of strings")
         values[key] = tuple(value) if key == "exclude" else checked(value, f"{where}: {key}")
-    return Config(**values)
+    return PortConfig(**values)

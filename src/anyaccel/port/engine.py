@@ -13,7 +13,7 @@ import libcst as cst
 
 from anyaccel.port.imports import imports
 from anyaccel.port.module import Edit, Module, dotted, last_name
-from anyaccel.port.rule import NameFinder, Place, Rule, Tier
+from anyaccel.port.rule import Match, NameFinder, Rule, Tier
 from anyaccel.port.rules import BY_KIND, BY_NAME, WORDS
 from anyaccel.port.silence import is_silenced
 
@@ -28,7 +28,7 @@ _DEEPEST = 150  # brackets; Python itself takes 200
 
 
 @dataclass(frozen=True)
-class Found:
+class TextFinding:
     """A finding in a text: line and column from 1; `end_line` is the last line of the code that it is about."""
 
     line: int
@@ -41,10 +41,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Ported:
+class PortedText:
     """What came of a text: the findings, the text with the fixes made, and how many findings a comment silences."""
 
-    findings: tuple[Found, ...]
+    findings: tuple[TextFinding, ...]
     text: str
     suppressed: int = 0
 
@@ -59,7 +59,7 @@ def port_text(
     unsafe: bool = False,
     removes_imports: bool = True,
     own_cuda: bool = False,
-) -> Ported:
+) -> PortedText:
     """Look at a module, and make the fixes.
 
     Args:
@@ -73,13 +73,13 @@ def port_text(
         NotPythonError: it cannot be parsed, or not be written back exactly.
     """
     if not WORDS.search(text):
-        return Ported((), text)
+        return PortedText((), text)
     module = _parsed(text, own_cuda or defines_cuda(text))
     starts = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", module.data))]
     lines = text.splitlines()
-    found: list[Found] = []
+    found: list[TextFinding] = []
     edits: list[Edit] = []
-    fixed: list[Place] = []
+    fixed: list[Match] = []
     suppressed = 0
     for rule, place in _unguarded(module, list(_places(module, wanted))):
         start, end = module.span(place.node)
@@ -96,13 +96,13 @@ def port_text(
             edits += place.edits
             fixed.append(place)
         column = len(module.data[starts[first - 1] : start].decode("utf-8")) + 1
-        found.append(Found(first, column, last, rule.code, place.message, tier, made))
+        found.append(TextFinding(first, column, last, rule.code, place.message, tier, made))
     found.sort(key=lambda each: (each.line, each.column, each.code))
     ported = text
     if edits:
         ported = _edited(module.data, [*imports(module, fixed, removes_imports), *edits])
         _check(text, ported)
-    return Ported(tuple(found), ported, suppressed)
+    return PortedText(tuple(found), ported, suppressed)
 
 
 def defines_cuda(text: str) -> bool:
@@ -127,7 +127,7 @@ def _parsed(text: str, own_cuda: bool) -> Module:
     return module
 
 
-def _places(module: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Rule, Place]]:
+def _places(module: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Rule, Match]]:
     """All places in the order of the text; where two are about one node, the first wanted rule speaks for it."""
     seen: set[cst.CSTNode] = set()
     removed: list[tuple[int, int]] = []
@@ -150,7 +150,7 @@ def _places(module: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Rul
             yield rule, place
 
 
-def _places_at(module: Module, node: cst.CSTNode) -> Iterator[tuple[Rule, Place]]:
+def _places_at(module: Module, node: cst.CSTNode) -> Iterator[tuple[Rule, Match]]:
     for rule, finder in BY_KIND.get(type(node), ()):
         for place in finder(module, node):
             yield rule, place
@@ -180,7 +180,7 @@ def _rule_of(name: str) -> tuple[Rule, NameFinder]:
     return BY_NAME[f"{name}."]
 
 
-def _unguarded(module: Module, places: list[tuple[Rule, Place]]) -> list[tuple[Rule, Place]]:
+def _unguarded(module: Module, places: list[tuple[Rule, Match]]) -> list[tuple[Rule, Match]]:
     """The places, with guards left where what they guard stays with CUDA: no other device can run it."""
     stays = [place.node for _, place in places if place.needs_cuda and not place.edits]
     calls = [each for each in module.nodes if isinstance(each, cst.Call) and _KERNEL.fullmatch(last_name(each.func))]

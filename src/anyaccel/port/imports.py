@@ -11,10 +11,10 @@ import libcst as cst
 
 from anyaccel.port.module import GET_ACCELERATOR, PACKAGE, SEVERAL, Edit, Module, dotted
 from anyaccel.port.notebook import CELL_MARK
-from anyaccel.port.rule import Place
+from anyaccel.port.rule import Match
 
 
-def imports(module: Module, fixed: Sequence[Place], removes: bool) -> list[Edit]:
+def imports(module: Module, fixed: Sequence[Match], removes: bool) -> list[Edit]:
     """The edits of the imports that these fixed places need.
 
     Args:
@@ -35,7 +35,7 @@ def imports(module: Module, fixed: Sequence[Place], removes: bool) -> list[Edit]
     return edits
 
 
-def _removals(module: Module, fixed: Sequence[Place]) -> Iterator[Edit]:
+def _removals(module: Module, fixed: Sequence[Match]) -> Iterator[Edit]:
     """Names imported from torch.cuda go when every use of them was replaced."""
     replaced = {each.node for each in fixed}
     gone: dict[cst.CSTNode, set[str]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from anyaccel.port.finding import Finding
 from anyaccel.port.rule import Tier
 from anyaccel.port.rules import BY_CODE
-from anyaccel.port.run import Outcome
+from anyaccel.port.run import FileResult
 
 _MARKS = {Tier.SAFE: " [fixable]", Tier.UNSAFE: " [fixable with --unsafe-fixes]", Tier.REPORT: ""}
 
@@ -22,13 +22,13 @@ def line(finding: Finding) -> str:
     return f"{finding.place} {finding.code} {finding.message}{_MARKS[finding.tier]}"
 
 
-def problem(outcome: Outcome) -> str:
+def problem(outcome: FileResult) -> str:
     """The one line for a file that could not be looked at."""
     place = f":{outcome.line}:{outcome.column}" if outcome.line else ""
     return f"{outcome.path}{place}: not ported: {outcome.error}"
 
 
-def difference(outcome: Outcome) -> str:
+def difference(outcome: FileResult) -> str:
     """The changes of a file as a unified diff, empty when there are none."""
     if outcome.before is None or outcome.after is None:
         return ""

@@ -27,7 +27,7 @@ class Tier(StrEnum):
 
 
 @dataclass
-class Place:
+class Match:
     """One place that a rule is about.
 
     Attributes:
@@ -51,8 +51,8 @@ class Place:
     covers: tuple[cst.CSTNode, ...] = ()
 
 
-NodeFinder = Callable[[Module, Any], Iterator[Place]]
-NameFinder = Callable[[Module, cst.Name | cst.Attribute, str], Iterator[Place]]
+NodeFinder = Callable[[Module, Any], Iterator[Match]]
+NameFinder = Callable[[Module, cst.Name | cst.Attribute, str], Iterator[Match]]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyaccel.port import notebook, source
-from anyaccel.port.config import Config
+from anyaccel.port.config import PortConfig
 from anyaccel.port.finding import Finding
 from anyaccel.port.mentions import mentions
 from anyaccel.port.rules import WORDS
@@ -29,7 +29,7 @@ _FEW = 6  # files for which starting workers takes longer than the work
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FileResult:
     """What came of one file.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
     column: int = 0
 
 
-def look(path: str, config: Config, own_cuda: bool = False) -> Outcome:
+def check_file(path: str, config: PortConfig, own_cuda: bool = False) -> FileResult:
     """Look at one file. Never raises for what is in the file.
 
     Args:
@@ -68,7 +68,7 @@ def look(path: str, config: Config, own_cuda: bool = False) -> Outcome:
     try:
         data = source.read_bytes(path)
         if not WORDS.search(data.decode("latin-1")):
-            return Outcome(path, parsed=False)
+            return FileResult(path, parsed=False)
         if path.endswith(".ipynb"):
             return _look_at_notebook(path, data, config, own_cuda)
         file = source.decode(data)
@@ -76,24 +76,24 @@ def look(path: str, config: Config, own_cuda: bool = False) -> Outcome:
         ported = port_text(file.text, config.wants, config.unsafe, removes, own_cuda)
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
-        return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
+        return FileResult(path, error=reason.strip(), line=int(line), column=int(column))
     except source.UnreadableError as error:
-        return Outcome(path, error=str(error))
+        return FileResult(path, error=str(error))
     except (RecursionError, MemoryError) as error:
-        return Outcome(path, error=f"too large or nested too deeply ({type(error).__name__})")
+        return FileResult(path, error=f"too large or nested too deeply ({type(error).__name__})")
     except Exception as error:
         logger.debug("%s", path, exc_info=True)
         reason = " ".join(str(error).split())[:200]
-        return Outcome(path, error=f"anyaccel port failed, please report it: {type(error).__name__}: {reason}")
+        return FileResult(path, error=f"anyaccel port failed, please report it: {type(error).__name__}: {reason}")
     findings = tuple(
         Finding(path, f.line, f.column, f.code, f.message, f.tier, f.fixed, end_line=f.end_line)
         for f in ported.findings
     )
     named = mentions(file.text, {each.line for each in findings})
-    return Outcome(path, "", findings, *_change(data, file.encode(ported.text)), True, ported.suppressed, named)
+    return FileResult(path, "", findings, *_change(data, file.encode(ported.text)), True, ported.suppressed, named)
 
 
-def _look_at_notebook(path: str, data: bytes, config: Config, own_cuda: bool) -> Outcome:
+def _look_at_notebook(path: str, data: bytes, config: PortConfig, own_cuda: bool) -> FileResult:
     from anyaccel.port.engine import NotPythonError, port_text
 
     try:
@@ -109,16 +109,16 @@ def _look_at_notebook(path: str, data: bytes, config: Config, own_cuda: bool) ->
         _, end = book.cell_of(each.end_line)
         findings.append(Finding(path, line, each.column, each.code, each.message, each.tier, each.fixed, cell, end))
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
-    return Outcome(path, book.unread, tuple(findings), *_change(data, after), True, ported.suppressed)
+    return FileResult(path, book.unread, tuple(findings), *_change(data, after), True, ported.suppressed)
 
 
 def _change(before: bytes, after: bytes) -> tuple[bytes | None, bytes | None]:
     return (before, after) if before != after else (None, None)
 
 
-def look_at_all(
-    files: Sequence[tuple[str, Config]], done: Callable[[], object] = lambda: None, workers: int = 0
-) -> Generator[Outcome, None, None]:
+def check_files(
+    files: Sequence[tuple[str, PortConfig]], done: Callable[[], object] = lambda: None, workers: int = 0
+) -> Generator[FileResult, None, None]:
     """Look at files, on as many cores as this process may use; outcomes come in the order of the files.
 
     Args:
@@ -130,11 +130,11 @@ def look_at_all(
     workers = min(workers or len(os.sched_getaffinity(0)), len(files))
     if workers <= 1 or len(files) <= _FEW or _has_threads():
         for path, config in files:
-            outcome = look(path, config, own_cuda)
+            outcome = check_file(path, config, own_cuda)
             done()
             yield outcome
         return
-    ready: dict[int, Outcome] = {}
+    ready: dict[int, FileResult] = {}
     following = 0
     for index, outcome in _in_workers(files, own_cuda, workers):
         ready[index] = outcome
@@ -153,16 +153,18 @@ def _defines_cuda(path: str) -> bool:
         return False  # look() says why
 
 
-def _in_workers(files: Sequence[tuple[str, Config]], own_cuda: bool, workers: int) -> Iterator[tuple[int, Outcome]]:
+def _in_workers(
+    files: Sequence[tuple[str, PortConfig]], own_cuda: bool, workers: int
+) -> Iterator[tuple[int, FileResult]]:
     waiting = iter(range(len(files)))
     lost: list[int] = []
     executor = _executor(workers)
-    running: dict[Future[Outcome], int] = {}
+    running: dict[Future[FileResult], int] = {}
     try:
         while True:
             try:
                 for index in itertools.islice(waiting, workers * _AHEAD - len(running)):
-                    running[executor.submit(look, *files[index], own_cuda)] = index
+                    running[executor.submit(check_file, *files[index], own_cuda)] = index
                 if not running:
                     break
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -186,13 +188,13 @@ def _in_workers(files: Sequence[tuple[str, Config]], own_cuda: bool, workers: in
         _end(executor)
 
 
-def _alone(path: str, config: Config, own_cuda: bool) -> Outcome:
+def _alone(path: str, config: PortConfig, own_cuda: bool) -> FileResult:
     """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
     executor = _executor(1)
     try:
-        return executor.submit(look, path, config, own_cuda).result()
+        return executor.submit(check_file, path, config, own_cuda).result()
     except BrokenProcessPool:
-        return Outcome(path, error="the process that looked at it died")
+        return FileResult(path, error="the process that looked at it died")
     finally:
         _end(executor)
 

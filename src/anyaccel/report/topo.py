@@ -13,7 +13,7 @@ from anyaccel.topology.model import MEMORY_KINDS
 
 
 @dataclass(frozen=True)
-class Share:
+class RankCores:
     """What one rank gets.
 
     Attributes:
@@ -28,7 +28,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Block:
+class NodeBlock:
     """NUMA nodes that are drawn as one: a node, or several that show the same CPUs.
 
     Attributes:
@@ -59,7 +59,7 @@ class Section:
     """Packages that are drawn as one: a package, or several with a NUMA node in common."""
 
     packages: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[NodeBlock, ...]
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MachineLayout:
     """A machine, arranged for drawing.
 
     Attributes:
@@ -89,7 +89,7 @@ class Layout:
     far_devices: tuple[PciDevice, ...]
 
 
-def arrange(machine: Machine, details: Details) -> Layout:
+def arrange(machine: Machine, details: Details) -> MachineLayout:
     """Sort everything of a machine into the place where it is drawn."""
     cores: dict[int, dict[int, list[Cpu]]] = {}
     for cpu in machine.cpus:
@@ -116,10 +116,10 @@ def arrange(machine: Machine, details: Details) -> Layout:
         around = ids.union(node.id for node in near)
         devices = tuple(device for device in details.devices if device.node in around)
         ordered = sorted((tuple(core) for core in threads), key=lambda core: (core[0].package, core[0].id))
-        blocks.append(Block(tuple(nodes), tuple(ordered), near, devices))
+        blocks.append(NodeBlock(tuple(nodes), tuple(ordered), near, devices))
         placed |= {*(node.id for node in near), *(device.address for device in devices)}
 
-    sections: list[tuple[set[int], list[Block]]] = []
+    sections: list[tuple[set[int], list[NodeBlock]]] = []
     for block in blocks:
         packages = {cpu.package for core in block.cores for cpu in core}
         joined = [section for section in sections if section[0] & packages]
@@ -129,7 +129,7 @@ def arrange(machine: Machine, details: Details) -> Layout:
             (packages.union(*(s[0] for s in joined)), [b for s in joined for b in s[1]] + [block]),
         )
     ordered_sections = sorted(sections, key=lambda section: min(section[0]))
-    return Layout(
+    return MachineLayout(
         tuple(Section(tuple(sorted(packages)), tuple(inside)) for packages, inside in ordered_sections),
         tuple(node for node in machine.nodes if node.id in memory and node.id not in placed),
         tuple(n for n in machine.nodes if not n.memory_bytes and not n.cpus and n.id not in cores),
@@ -192,7 +192,7 @@ def to_dict(machine: Machine, details: Details) -> dict[str, Any]:
     }
 
 
-def core_groups(block: Block, caches: Iterable[Cache]) -> list[list[tuple[Cpu, ...]]]:
+def core_groups(block: NodeBlock, caches: Iterable[Cache]) -> list[list[tuple[Cpu, ...]]]:
     """The cores of a block, those together that share a cache (the widest that not all share) and are of a kind."""
     widest: dict[int, int] = {}
     for number, cache in enumerate(sorted(caches, key=lambda cache: len(cache.cpus))):
@@ -207,7 +207,7 @@ def core_groups(block: Block, caches: Iterable[Cache]) -> list[list[tuple[Cpu, .
     return list(groups.values())
 
 
-def _cores_of(block: Block, widest: dict[int, int], number: int) -> int:
+def _cores_of(block: NodeBlock, widest: dict[int, int], number: int) -> int:
     return sum(widest.get(core[0].id) == number for core in block.cores)
 
 
@@ -261,7 +261,7 @@ def describe_caches(caches: Iterable[Cache], cores: Sequence[Sequence[Cpu]]) -> 
     return [*each, *shared]
 
 
-def describe_share(share: Share) -> str:
+def describe_share(share: RankCores) -> str:
     """What a rank gets, for people."""
     if not share.cpus:
         return "any core"

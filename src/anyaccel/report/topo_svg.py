@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
 from anyaccel.report.topo import (
-    Block,
-    Layout,
+    MachineLayout,
+    NodeBlock,
+    RankCores,
     Section,
-    Share,
     arrange,
     core_groups,
     describe_caches,
@@ -56,7 +56,7 @@ _MEMORIES = {"": "#7bb38a", "hbm": "#9b6bc3", "cxl": "#d9924a", "pmem": "#b98b5e
 _THREAD, _GAP = 24.0, 4.0
 
 
-def render_svg(machine: Machine, details: Details, shares: Sequence[Share] = ()) -> str:
+def render_svg(machine: Machine, details: Details, shares: Sequence[RankCores] = ()) -> str:
     """The machine as an SVG document.
 
     Args:
@@ -66,11 +66,11 @@ def render_svg(machine: Machine, details: Details, shares: Sequence[Share] = ())
 
 
 class _Picture:
-    def __init__(self, machine: Machine, details: Details, shares: Sequence[Share]) -> None:
+    def __init__(self, machine: Machine, details: Details, shares: Sequence[RankCores]) -> None:
         self.machine = machine
         self.details = details
         self.shares = shares
-        self.layout: Layout = arrange(machine, details)
+        self.layout: MachineLayout = arrange(machine, details)
         self.allowed = set(machine.allowed_cpus)
         self.rank_of = {cpu: share.rank for share in shares for cpu in share.cpus}
         self.largest = max((node.memory_bytes for node in machine.nodes), default=0) or 1
@@ -116,7 +116,7 @@ class _Picture:
         blocks = grid([self._block(block) for block in section.blocks], 10, 1.5, stretch=True)
         return framed(section.name, self._under(blocks, shared), _PACKAGE, 15, radius=10)
 
-    def _block(self, block: Block) -> Box:
+    def _block(self, block: NodeBlock) -> Box:
         groups = core_groups(block, self.details.caches)
         rows = [self._memory(node, named=len(block.nodes) > 1) for node in block.nodes]
         rows += [self._memory(node, alone=True) for node in block.memory]
@@ -151,7 +151,7 @@ class _Picture:
 
     # cores, caches
 
-    def _cluster(self, group: Sequence[Sequence[Cpu]], block: Block, room: float) -> Box:
+    def _cluster(self, group: Sequence[Sequence[Cpu]], block: NodeBlock, room: float) -> Box:
         """Cores that share a cache, with that cache below them."""
         cpus = frozenset(cpu.id for core in group for cpu in core)
         box = grid([self._core(core) for core in group], 5, 2.6, room=room)
@@ -165,7 +165,7 @@ class _Picture:
             if cpus.issuperset(cache.cpus) and not any(part.issuperset(cache.cpus) for part in parts)
         ]
 
-    def _is_private(self, cache: Cache, block: Block) -> bool:
+    def _is_private(self, cache: Cache, block: NodeBlock) -> bool:
         return any({cpu.id for cpu in core}.issuperset(cache.cpus) for core in block.cores)
 
     def _core(self, core: Sequence[Cpu]) -> Box:

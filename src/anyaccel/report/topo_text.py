@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 
 from anyaccel.report.topo import (
-    Block,
+    NodeBlock,
+    RankCores,
     Section,
-    Share,
     arrange,
     core_groups,
     count_text,
@@ -45,7 +45,7 @@ def plain(text: str) -> str:
 def render(
     machine: Machine,
     details: Details,
-    shares: Sequence[Share] = (),
+    shares: Sequence[RankCores] = (),
     remarks: Sequence[str] = (),
     width: int = WIDTH,
 ) -> str:
@@ -61,7 +61,7 @@ def render(
 
 class _Text:
     def __init__(
-        self, machine: Machine, details: Details, shares: Sequence[Share], remarks: Sequence[str], width: int
+        self, machine: Machine, details: Details, shares: Sequence[RankCores], remarks: Sequence[str], width: int
     ) -> None:
         self.machine = machine
         self.details = details
@@ -105,7 +105,7 @@ class _Text:
             lines += [f"{' ' if last else '│'}  {line}" for line in others]
         return lines
 
-    def _block(self, block: Block) -> list[str]:
+    def _block(self, block: NodeBlock) -> list[str]:
         sizes = [size_text(node.memory_bytes) or "no memory" for node in block.nodes]
         same = len(sizes) > 1 and len(set(sizes)) == 1
         memory = f"{len(sizes)} × {sizes[0]}" if same else " + ".join(sizes)
@@ -124,7 +124,7 @@ class _Text:
     def _caches(self, cpus: frozenset[int]) -> list[Cache]:
         return [cache for cache in self.details.caches if cpus.intersection(cache.cpus)]
 
-    def _cells(self, block: Block) -> list[str]:
+    def _cells(self, block: NodeBlock) -> list[str]:
         """One character a core, in groups that share a cache or are of a kind, else of eight."""
         groups = [group for part in core_groups(block, self.details.caches) for group in _chunks(part, 8)]
         lines, line = [], ""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from anyaccel.errors import ModelError
-from anyaccel.outside import shown, told
+from anyaccel.validation import error_text, short_repr
 
 # Each dtype of the format and the bits of a value.
 BITS = {
@@ -29,7 +29,7 @@ _MAX_DIMENSION = 1 << 62
 _ALIGNMENT = 64
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor: bytes [begin, end) of the file; its dtype and shape as the file has them."""
 
     name: str
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """The tensors in the order of their bytes, which are [begin, end) of the file."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     metadata: dict[str, str]
     begin: int
     end: int
@@ -94,7 +94,7 @@ def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Hea
     except ModelError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: the header is not JSON ({told(error)}); this is no safetensors file") from None
+        raise ModelError(f"{path}: the header is not JSON ({error_text(error)}); this is no safetensors file") from None
     if not isinstance(parsed, dict):
         raise ModelError(f"{path}: the header is not a JSON object; this is no safetensors file")
     metadata = parsed.pop("__metadata__", None)
@@ -103,14 +103,14 @@ def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Hea
         raise ModelError(f"{path}: __metadata__ in the header is not a map of text to text; the file is damaged")
     for each in (*parsed, *metadata, *metadata.values()):
         if not is_unicode(each):
-            raise ModelError(f"{path}: {shown(each)} in the header is an unpaired surrogate; the file is damaged")
+            raise ModelError(f"{path}: {short_repr(each)} in the header is an unpaired surrogate; the file is damaged")
     entries = sorted((_entry(path, name, value, begin) for name, value in parsed.items()), key=lambda entry: entry[-2:])
     at = begin
     for entry in entries:
         if entry.begin != at:
             raise ModelError(
-                f"{path}: tensor {shown(entry.name)} begins at byte {entry.begin}, not at {at}, where the one before "
-                "it ends; the file is damaged"
+                f"{path}: tensor {short_repr(entry.name)} begins at byte {entry.begin}, not at {at}, where the one "
+                "before it ends; the file is damaged"
             )
         at = entry.end
     if at != size:
@@ -125,7 +125,7 @@ def _unique(path: object, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ModelError(f"{path}: the header names {shown(twice)} twice; the file is damaged")
+        raise ModelError(f"{path}: the header names {short_repr(twice)} twice; the file is damaged")
     return found
 
 
@@ -146,35 +146,35 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_DIMENSION
 
 
-def _entry(path: object, name: str, value: object, begin: int) -> Entry:
+def _entry(path: object, name: str, value: object, begin: int) -> TensorEntry:
     def wrong(why: str) -> ModelError:
-        return ModelError(f"{path}: tensor {shown(name)}: {why}")
+        return ModelError(f"{path}: tensor {short_repr(name)}: {why}")
 
     if not isinstance(value, dict):
         raise wrong("its entry in the header is not an object; the file is damaged")
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise wrong(f"dtype {shown(dtype)} is unknown; known are {', '.join(BITS)}")
+        raise wrong(f"dtype {short_repr(dtype)} is unknown; known are {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise wrong(f"shape {shown(shape)} is not a list of sizes; the file is damaged")
+        raise wrong(f"shape {short_repr(shape)} is not a list of sizes; the file is damaged")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise wrong(f"data_offsets {shown(offsets)} are not two offsets; the file is damaged")
+        raise wrong(f"data_offsets {short_repr(offsets)} are not two offsets; the file is damaged")
     # Also of an empty tensor, whose strides nobody could count. The product stops where it is too large: with all sizes
     # of a damaged shape it may have thousands of digits.
     bits = BITS[dtype]
     for size in filter(None, shape):
         bits *= size
         if bits > _MAX_DIMENSION:
-            raise wrong(f"shape {shown(shape)} of {dtype} is larger than memory can be; the file is damaged")
+            raise wrong(f"shape {short_repr(shape)} of {dtype} is larger than memory can be; the file is damaged")
     wanted, over = divmod(bits if all(shape) else 0, 8)
     if over:
         raise wrong(f"{bits // BITS[dtype]} values of {dtype} do not fit whole bytes")
     if offsets[1] - offsets[0] != wanted:
         raise wrong(
-            f"{offsets[1] - offsets[0]} bytes do not fit shape {shown(shape)} of {dtype}, which takes {wanted}; the "
-            "file is damaged"
+            f"{offsets[1] - offsets[0]} bytes do not fit shape {short_repr(shape)} of {dtype}, which takes {wanted}; "
+            "the file is damaged"
         )
-    return Entry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+    return TensorEntry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
 def make_header(

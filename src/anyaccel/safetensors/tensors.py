@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from anyaccel.errors import ModelError
-from anyaccel.outside import open_file, shown
-from anyaccel.safetensors.header import Entry, Header, read_header
+from anyaccel.safetensors.header import Header, TensorEntry, read_header
+from anyaccel.validation import open_file, short_repr
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -40,7 +40,7 @@ _PAIRS = "F4"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def in_torch(path: object, entry: Entry) -> tuple[torch.dtype, tuple[int, ...]]:
+def torch_layout(path: object, entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype and the shape that an entry has in torch.
 
     Raises:
@@ -49,28 +49,28 @@ def in_torch(path: object, entry: Entry) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype, shape = DTYPES.get(entry.dtype), entry.shape
     if dtype is None:
         raise ModelError(
-            f"{path}: tensor {shown(entry.name)} is {entry.dtype}, which torch does not have; load the others with "
-            "tensors="
+            f"{path}: tensor {short_repr(entry.name)} is {entry.dtype}, which torch does not have; load the others "
+            "with tensors="
         )
     if entry.dtype == _PAIRS:
         if not shape or shape[-1] % 2:
             raise ModelError(
-                f"{path}: tensor {shown(entry.name)}: shape {shown(list(shape))} of {entry.dtype} has no even last "
-                "dimension: torch keeps these values in pairs"
+                f"{path}: tensor {short_repr(entry.name)}: shape {short_repr(list(shape))} of {entry.dtype} has no "
+                "even last dimension: torch keeps these values in pairs"
             )
         shape = (*shape[:-1], shape[-1] // 2)
     return dtype, shape
 
 
-def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def file_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The dtype and the shape that the file has for one of torch."""
     name = NAMES[dtype]
     return name, (*shape[:-1], shape[-1] * 2) if name == _PAIRS else shape
 
 
-def tensor_of(path: object, entry: Entry, memory: mmap.mmap | None, base: int = 0) -> torch.Tensor:
+def to_tensor(path: object, entry: TensorEntry, memory: mmap.mmap | None, base: int = 0) -> torch.Tensor:
     """The tensor on the bytes of an entry in `memory`, in which the file begins at `base`."""
-    dtype, shape = in_torch(path, entry)
+    dtype, shape = torch_layout(path, entry)
     if memory is None or entry.begin == entry.end:
         return torch.empty(shape, dtype=dtype)
     count = (entry.end - entry.begin) // dtype.itemsize
@@ -81,7 +81,7 @@ def tensor_of(path: object, entry: Entry, memory: mmap.mmap | None, base: int = 
     return flat.view(shape)
 
 
-def mapped(path: Path) -> tuple[Header, mmap.mmap]:
+def map_file(path: Path) -> tuple[Header, mmap.mmap]:
     """A file's header, and the file in memory; what is written there does not reach the file.
 
     Raises:

@@ -21,7 +21,7 @@ _FASTER, _SLOWER = 1.5, 0.67
 _XEON_MAX_HBM = 64 << 30
 
 
-def tell_memory_kinds(nodes: tuple[NumaNode, ...], base: str) -> tuple[NumaNode, ...]:
+def detect_memory_kinds(nodes: tuple[NumaNode, ...], base: str) -> tuple[NumaNode, ...]:
     """The nodes, with kind and initiators of those that have memory and no cores.
 
     Args:

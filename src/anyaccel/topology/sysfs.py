@@ -67,9 +67,9 @@ def read_machine(root: Path | str | None = None) -> Machine:
         if memory > nodes[0].memory_bytes and _has_all_memory(node_folder, nodes[0].id):
             nodes = (replace(nodes[0], memory_bytes=memory),)
     if any(node.memory_bytes and not node.cpus for node in nodes):
-        from anyaccel.topology.memory import tell_memory_kinds  # most machines have no such node
+        from anyaccel.topology.memory import detect_memory_kinds  # most machines have no such node
 
-        nodes = tell_memory_kinds(nodes, base)
+        nodes = detect_memory_kinds(nodes, base)
     node_of = {cpu: node.id for node in reversed(nodes) for cpu in node.cpus}
 
     cpus = _cpus(cpu_folder, online, node_of)

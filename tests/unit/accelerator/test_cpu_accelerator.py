@@ -18,7 +18,7 @@ import pytest
 import torch
 from interface import METHODS, PROPERTIES
 
-from anyaccel.accelerator import inert
+from anyaccel.accelerator import synchronous
 from anyaccel.accelerator.backends import cpu as cpu_backend
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.accelerator.base import DeviceProperties, TypedTensor
@@ -113,7 +113,7 @@ def test_random_numbers(cpu: CpuAccelerator) -> None:
 
 def test_streams_and_events(cpu: CpuAccelerator) -> None:
     stream = cpu.Stream(device=0, priority=-1)
-    assert isinstance(stream, inert.Stream)
+    assert isinstance(stream, synchronous.Stream)
     assert stream == cpu.current_stream() == cpu.default_stream(0)
     assert len({stream, cpu.current_stream()}) == 1
     assert stream != "stream"
@@ -282,7 +282,7 @@ def test_collective_backend_with_oneccl_in_a_folder(tmp_path: Path, monkeypatch:
 
 def test_graphs_do_nothing(cpu: CpuAccelerator) -> None:
     graph = cpu.create_graph()
-    assert isinstance(graph, inert.Graph)
+    assert isinstance(graph, synchronous.Graph)
     assert not cpu.has("graphs")
     counter = torch.zeros(1)
     with cpu.capture_to_graph(graph, pool=graph.pool(), stream=cpu.current_stream()):

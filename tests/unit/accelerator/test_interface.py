@@ -19,7 +19,7 @@ from anyaccel.accelerator import (
     Capability,
     TorchDeviceAccelerator,
     get_accelerator,
-    inert,
+    synchronous,
 )
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.accelerator.backends.cuda import CudaAccelerator
@@ -172,8 +172,8 @@ def test_a_synchronous_device_gets_inert_streams_and_graphs() -> None:
         )
 
     device = Synchronous()
-    assert device.Stream is inert.Stream
-    assert isinstance(device.create_graph(), inert.Graph)
+    assert device.Stream is synchronous.Stream
+    assert isinstance(device.create_graph(), synchronous.Graph)
     assert device.use_host_timers()
     assert device.resolves_data_dependency()
     assert device.handles_memory_backpressure()

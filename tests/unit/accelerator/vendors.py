@@ -29,7 +29,7 @@ from fake_vendor import GIB, SPARE_TYPES, TICK_MS, FakeVendor, installed
 from interface import METHODS, PROPERTIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anyaccel.accelerator import Accelerator, inert, select
+from anyaccel.accelerator import Accelerator, select, synchronous
 from anyaccel.accelerator.spec import CAPABILITY_OF, Capability
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 from anyaccel.errors import CapabilityError
@@ -169,7 +169,7 @@ def stream_of_device(method: str) -> Callable[[Any, Any, Any], Any]:
 
     def call(a: Any, vendor: Any, given: Any) -> list[Any]:
         found = per_device(method)(a, vendor, given)
-        return [isinstance(item, inert.Stream) or item.default_of for item in found]
+        return [isinstance(item, synchronous.Stream) or item.default_of for item in found]
 
     return call
 

@@ -11,7 +11,7 @@ import pytest
 from anyaccel import env
 from anyaccel.cli import COMMANDS
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_number, parse_whole
+from anyaccel.numerals import parse_integer, parse_number
 
 NO_NUMBERS = ["", "1_0", "１０", "٣", " 10 ", "10\n", "+10", "0x10", "1e", "--1", "1-", "9" * 5000, "ten"]
 NO_WHOLE_ONES = [*NO_NUMBERS, "1.0", "1e3", "-"]
@@ -97,7 +97,7 @@ def test_a_variable_of_a_launch_takes_numbers_only(name: str, monkeypatch: pytes
 
 
 def test_what_is_a_number() -> None:
-    assert [parse_whole(text) for text in ("0", "007", "-3", "12345678901234567890")] == [
+    assert [parse_integer(text) for text in ("0", "007", "-3", "12345678901234567890")] == [
         0,
         7,
         -3,

@@ -15,7 +15,7 @@ import torch
 
 from anyaccel.comm.executor import Executor
 from anyaccel.comm.process_group import _stop
-from anyaccel.comm.work import ShmWork
+from anyaccel.comm.work import OperationWork
 from anyaccel.errors import CommError
 from waiting import wait_for
 
@@ -213,7 +213,7 @@ def test_garbage_collection_in_the_midst_may_ask_for_anything() -> None:
 
 
 def test_a_work_may_be_looked_at_while_it_ends() -> None:
-    work = ShmWork("tensors")
+    work = OperationWork("tensors")
     during: list[Any] = []
 
     def look() -> None:

@@ -73,7 +73,7 @@ def test_a_script_with_its_arguments_and_its_children(tmp_path: Path) -> None:
 
 def test_the_mode_begins_after_a_look_whether_torch_is_installed() -> None:
     """As transformers looks before it imports torch, in a child of a program that is in the mode."""
-    settings = cuda_job.job_environment(cuda_job.Options(), {})
+    settings = cuda_job.job_environment(cuda_job.CudaJobOptions(), {})
     look = "import importlib.util; assert importlib.util.find_spec({0!r}); assert importlib.util.find_spec({0!r})\n"
     done = run("-c", look.format("torch") + "import torch; print(torch.cuda.is_available())", **settings)
     assert done.stdout == "True\n", done.stderr
@@ -125,7 +125,7 @@ def test_the_report_counts_uses_by_place(tmp_path: Path) -> None:
 
 
 def test_a_program_without_torch_does_not_import_it(tmp_path: Path) -> None:
-    environment = cuda_job.job_environment(cuda_job.Options(), {})
+    environment = cuda_job.job_environment(cuda_job.CudaJobOptions(), {})
     (tmp_path / "sitecustomize.py").write_text("print('the own one')\n")
     folders = f"{environment['PYTHONPATH']}{os.pathsep}{tmp_path}"
     done = run("-c", "import sys; print('torch' in sys.modules)", ANYACCEL_AS_CUDA="on", PYTHONPATH=folders)
@@ -134,8 +134,8 @@ def test_a_program_without_torch_does_not_import_it(tmp_path: Path) -> None:
 
 def test_wrong_options_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'amq': options are amp, json, report"):
-        cuda_job.Options.parse("report,amq")
-    assert str(cuda_job.Options.parse("amp, report")) == "report,amp"
+        cuda_job.CudaJobOptions.parse("report,amq")
+    assert str(cuda_job.CudaJobOptions.parse("amp, report")) == "report,amp"
     assert run("-m", "anyaccel.cuda", "none.py", cwd=tmp_path).stderr == "anyaccel.cuda: none.py: no such file\n"
     (tmp_path / "a.ipynb").touch()
     assert ": a notebook; write `import anyaccel.cuda`" in run("-m", "anyaccel.cuda", "a.ipynb", cwd=tmp_path).stderr

@@ -27,7 +27,7 @@ from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.native.shard import shard, slices
 from anyaccel.inference.spec.decoder import weights
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.safetensors.header import Entry, read_header
+from anyaccel.safetensors.header import TensorEntry, read_header
 from recorded_model import RecordedModel
 
 HIDDEN, FEATURES, VOCAB, LAYERS = 48, 80, 100, 2
@@ -46,7 +46,7 @@ CONFIG = {
 }
 
 
-def entries_of(content: bytes) -> dict[str, Entry]:
+def entries_of(content: bytes) -> dict[str, TensorEntry]:
     header = read_header(lambda begin, length: content[begin : begin + length], "file", len(content))
     return {entry.name: entry for entry in header.entries}
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anyaccel.accelerator.select import REGISTRY
 from anyaccel.errors import UsageError
-from anyaccel.launch.cluster.forward import PREFIXES, forwarded_environment, parse_environment_file
+from anyaccel.launch.cluster.environment import PREFIXES, forwarded_environment, parse_environment_file
 
 
 def travels(name):

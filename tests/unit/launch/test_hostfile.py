@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import small_file
-from anyaccel.launch.cluster.forward import forwarded_environment
+from anyaccel.launch.cluster.environment import forwarded_environment
 from anyaccel.launch.cluster.hostfile import parse_hostfile, read_hostfile, select_hosts
 from anyaccel.launch.job import Host
 

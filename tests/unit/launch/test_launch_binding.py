@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.plan.binding import Shares, bind_ranks, reserve_cores
+from anyaccel.launch.plan.binding import CoreShares, bind_ranks, reserve_cores
 from anyaccel.launch.plan.memory import memory_policy
 from anyaccel.launch.plan.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, NumaNode, read_machine
@@ -31,11 +31,11 @@ def made(spec: Spec) -> Machine:
         return read_machine(folder)
 
 
-def shares(machine: Machine, ranks: int, devices: tuple[int | None, ...] = (), **options: object) -> Shares:
+def shares(machine: Machine, ranks: int, devices: tuple[int | None, ...] = (), **options: object) -> CoreShares:
     return bind_ranks(BindingOptions(**{"bind_cores": True, **options}), machine, ranks, devices)
 
 
-def cores(found: Shares) -> list[tuple[int, ...]]:
+def cores(found: CoreShares) -> list[tuple[int, ...]]:
     return [share.cores for share in found.ranks]
 
 

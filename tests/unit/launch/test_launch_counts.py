@@ -12,7 +12,7 @@ from anyaccel.cli.run import build_parser
 from anyaccel.errors import UsageError
 from anyaccel.launch.cluster.cluster import ClusterOptions
 from anyaccel.launch.cluster.hostfile import parse_hostfile, select_hosts
-from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, parse_count, shorten
 from anyaccel.launch.plan.local_rank import rank_from_environment, slurm_tasks
 from anyaccel.launch.plan.numeric import openmp_binding
 from anyaccel.launch.plan.options import LaunchOptions
@@ -77,7 +77,7 @@ def test_cpus_that_are_named_by_the_billion(name: str, text: str) -> None:
 
 
 def test_numbers() -> None:
-    assert [whole_number(text) for text in ("0", "12", "999999999999")] == [0, 12, 999999999999]
-    assert [whole_number(text) for text in ("", "-1", "+1", " 1", "1_0", "²", "1e9", "9" * 13)] == [None] * 8
-    assert brief("a'b") == '"a\'b"'
-    assert brief("9" * 100) == f"'{'9' * 60}'... (100 characters)"
+    assert [parse_count(text) for text in ("0", "12", "999999999999")] == [0, 12, 999999999999]
+    assert [parse_count(text) for text in ("", "-1", "+1", " 1", "1_0", "²", "1e9", "9" * 13)] == [None] * 8
+    assert shorten("a'b") == '"a\'b"'
+    assert shorten("9" * 100) == f"'{'9' * 60}'... (100 characters)"

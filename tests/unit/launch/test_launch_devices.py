@@ -11,7 +11,7 @@ import pytest
 from anyaccel.errors import UsageError
 from anyaccel.launch.plan.devices import count_devices, device_nodes, find_devices, narrow_devices
 from anyaccel.launch.plan.options import LaunchOptions
-from anyaccel.launch.plan.plan import Place
+from anyaccel.launch.plan.plan import HostPlace
 from anyaccel.launch.plan.planning import make_plan
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
@@ -192,11 +192,11 @@ def test_a_plan_on_eight_gpus(tmp_path: Path) -> None:
     for index in range(8):
         write(tmp_path, f"dev/nvidia{index}")
     options = LaunchOptions("x.py", bind_cores=True)
-    plan = make_plan(options, found, environ={}, place=Place(), root=str(tmp_path))
+    plan = make_plan(options, found, environ={}, place=HostPlace(), root=str(tmp_path))
     assert [binding.memory_nodes for binding in plan.ranks] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
     assert [len(binding.cores) for binding in plan.ranks] == [4] * 8
     assert plan.warnings == ()
-    some = make_plan(options, found, environ={}, place=Place(devices=(6, 0)), root=str(tmp_path))
+    some = make_plan(options, found, environ={}, place=HostPlace(devices=(6, 0)), root=str(tmp_path))
     assert [binding.memory_nodes for binding in some.ranks] == [(3,), (0,)]
     assert [binding.env["CUDA_VISIBLE_DEVICES"] for binding in some.ranks] == ["6,0"] * 2
     assert "CUDA_VISIBLE_DEVICES" not in plan.ranks[0].env
@@ -204,7 +204,7 @@ def test_a_plan_on_eight_gpus(tmp_path: Path) -> None:
 
 def test_a_plan_for_slots_of_the_cpu(tmp_path: Path) -> None:
     found = machine(tmp_path)
-    plan = make_plan(LaunchOptions("x.py"), found, environ={}, place=Place(devices=(0, 3)), root=str(tmp_path))
+    plan = make_plan(LaunchOptions("x.py"), found, environ={}, place=HostPlace(devices=(0, 3)), root=str(tmp_path))
     assert len(plan.ranks) == 2
     assert not any(name.endswith("_DEVICES") for name in plan.ranks[0].env)
 
@@ -214,4 +214,4 @@ def test_strict_plans_want_to_know_the_node(tmp_path: Path) -> None:
     nvidia(tmp_path, (-1, -1))
     options = LaunchOptions("x.py", bind_cores=True, strict=True)
     with pytest.raises(UsageError, match=r"does not say at which NUMA node .* because of --strict"):
-        make_plan(options, found, environ={}, place=Place(), root=str(tmp_path))
+        make_plan(options, found, environ={}, place=HostPlace(), root=str(tmp_path))

@@ -14,7 +14,7 @@ from anyaccel.launch.plan.binding import bind_ranks, divide_core_list
 from anyaccel.launch.plan.devices import count_devices
 from anyaccel.launch.plan.memory import memory_policy
 from anyaccel.launch.plan.options import BindingOptions
-from anyaccel.launch.plan.plan import Equipment, Place, build_plan
+from anyaccel.launch.plan.plan import Equipment, HostPlace, build_plan
 from anyaccel.launch.plan.planning import free_port, make_plan
 from anyaccel.topology import Cpu, Machine, NumaNode
 
@@ -62,7 +62,7 @@ def plan(machine, environ=None, extra_env=None, has=None, place=None, **options)
         master_port=1234,
         environ=environ or {},
         extra_env=extra_env,
-        place=place or Place(),
+        place=place or HostPlace(),
     )
 
 
@@ -255,7 +255,7 @@ def test_what_the_user_set_for_openmp():
 
 
 def test_ranks_of_one_node_among_several():
-    place = Place(first_rank=3, world_size=5, node=1, nodes=2)
+    place = HostPlace(first_rank=3, world_size=5, node=1, nodes=2)
     found = plan(machine(4), num_accelerators=2, bind_cores=True, master_addr="n0", place=place)
     assert found.world_size == 5
     assert [binding.rank for binding in found.ranks] == [3, 4]
@@ -276,14 +276,14 @@ def test_ranks_of_one_node_among_several():
 
 
 def test_slots_are_visible_devices():
-    more = {"place": Place(devices=(0, 2)), "has": Equipment(device_variable="CUDA_VISIBLE_DEVICES")}
+    more = {"place": HostPlace(devices=(0, 2)), "has": Equipment(device_variable="CUDA_VISIBLE_DEVICES")}
     found = plan(machine(4), **more)
     assert [binding.env["CUDA_VISIBLE_DEVICES"] for binding in found.ranks] == ["0,2", "0,2"]
     assert found.notes == ()
     found = plan(machine(4), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, **more)
     assert found.ranks[0].env["CUDA_VISIBLE_DEVICES"] == "4,6"
     assert found.notes == ("CUDA_VISIBLE_DEVICES=4,5,6 becomes 4,6 for the slots chosen",)
-    assert len(plan(machine(4), place=Place(devices=(0, 2))).ranks) == 2
+    assert len(plan(machine(4), place=HostPlace(devices=(0, 2))).ranks) == 2
 
 
 def test_an_allocator_is_preloaded():

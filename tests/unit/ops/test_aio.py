@@ -193,11 +193,11 @@ def test_pieces_of_a_file_are_written_and_read(engine: str, cuts: list[int], gap
     offsets = [begin + first for first in [0, *cuts[:-1]]]
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         file = Path(folder) / "file"
-        pieces = [aio.requests.Piece.of(part, offset) for part, offset in zip(parts, offsets, strict=True)]
+        pieces = [aio.requests.MemoryRange.of(part, offset) for part, offset in zip(parts, offsets, strict=True)]
         handle.transfer(file, pieces, write=True)
         assert file.read_bytes() == bytes(begin) + total.numpy().tobytes()
         back = [torch.zeros_like(part) for part in parts]
-        pieces = [aio.requests.Piece.of(part, offset) for part, offset in zip(back, offsets, strict=True)]
+        pieces = [aio.requests.MemoryRange.of(part, offset) for part, offset in zip(back, offsets, strict=True)]
         handle.transfer(file, pieces[:: 2 if gaps else 1], write=False)
     for index in range(0, len(parts), 2 if gaps else 1):
         assert torch.equal(back[index], parts[index])
@@ -361,8 +361,8 @@ def test_several_threads_use_one_handle(folder: Path, engine: str) -> None:
     def work(number: int) -> None:
         tensor, back = pattern(300_001, number), torch.zeros(300_001, dtype=torch.uint8)
         for _ in range(10):
-            handle.transfer(folder / str(number), [aio.requests.Piece.of(tensor, 3)], write=True)
-            handle.transfer(folder / str(number), [aio.requests.Piece.of(back, 3)], write=False)
+            handle.transfer(folder / str(number), [aio.requests.MemoryRange.of(tensor, 3)], write=True)
+            handle.transfer(folder / str(number), [aio.requests.MemoryRange.of(back, 3)], write=False)
             assert torch.equal(tensor, back)
             handle.async_pread(back, folder / str(number), 3)
             handle.wait()

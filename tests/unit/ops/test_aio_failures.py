@@ -27,7 +27,7 @@ import torch
 import failing_fs
 from anyaccel.errors import AioError, AnyAccelError, UsageError
 from anyaccel.ops import aio
-from anyaccel.ops.aio.requests import Piece
+from anyaccel.ops.aio.requests import MemoryRange
 from waiting import settled, wait_for
 
 ENGINES = ("io_uring", "linux_aio", "threads")
@@ -214,7 +214,7 @@ def test_a_transfer_that_is_interrupted_is_given_up(engine: str, failing: Path) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        handle.transfer(failing / "slow", [Piece.of(target, 0)], write=False, progress=interrupt)
+        handle.transfer(failing / "slow", [MemoryRange.of(target, 0)], write=False, progress=interrupt)
     assert sorted(seen) == seen and seen[-1] < failing_fs.SIZE
     assert handle.wait() == 0
     handle.sync_pread(target, failing / "plain")

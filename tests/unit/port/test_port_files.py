@@ -18,8 +18,8 @@ import pytest
 
 from anyaccel.cli import main
 from anyaccel.port import source
-from anyaccel.port.config import Config
-from anyaccel.port.run import look, look_at_all
+from anyaccel.port.config import PortConfig
+from anyaccel.port.run import check_file, check_files
 
 CODE = "import torch\n\ntorch.cuda.synchronize()\n"
 PORTED = "import torch\nfrom anyaccel import get_accelerator\n\nget_accelerator().synchronize()\n"
@@ -116,7 +116,7 @@ def test_encodings_and_line_ends_stay(tmp_path: Path, content: str, encoding: st
     data = content.encode(encoding)
     path = tmp_path / "a.py"
     path.write_bytes(data)
-    outcome = look(str(path), Config())
+    outcome = check_file(str(path), PortConfig())
     assert not outcome.error
     assert outcome.after is not None
     newline = "\r\n" if "\r\n" in content else "\r" if "\r" in content else "\n"
@@ -426,7 +426,7 @@ def test_where_threads_are_no_process_is_forked(tmp_path: Path) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
-    outcomes = list(look_at_all([(str(tmp_path / "a.py"), Config())] * 8, workers=2))
+    outcomes = list(check_files([(str(tmp_path / "a.py"), PortConfig())] * 8, workers=2))
     ended.set()
     thread.join()
     assert [outcome.after for outcome in outcomes] == [PORTED.encode()] * 8
@@ -472,7 +472,7 @@ def test_interruption_leaves_whole_files(tmp_path: Path, number: int) -> None:
     for index in range(60):
         (tmp_path / f"{index}.py").write_text(f"import torch\n\n\n{body}")
     before = (tmp_path / "0.py").read_bytes()
-    after = look(str(tmp_path / "0.py"), Config()).after
+    after = check_file(str(tmp_path / "0.py"), PortConfig()).after
     process = subprocess.Popen(
         [sys.executable, "-m", "anyaccel", "port", str(tmp_path), "--write"],
         stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.report.topo import Share, arrange, short_list, size_text, to_dict
+from anyaccel.report.topo import RankCores, arrange, short_list, size_text, to_dict
 from anyaccel.report.topo_boxes import rank_colour, shortened
 from anyaccel.report.topo_svg import render_svg
 from anyaccel.report.topo_text import plain, render
@@ -34,8 +34,8 @@ def drawn(request: pytest.FixtureRequest) -> tuple[Machine, Details]:
         return machine, read_details(machine, folder)
 
 
-def some_shares(machine: Machine) -> list[Share]:
-    return [Share(rank, (cpu.id,), "memory of any node") for rank, cpu in enumerate(machine.cores()[:-1])]
+def some_shares(machine: Machine) -> list[RankCores]:
+    return [RankCores(rank, (cpu.id,), "memory of any node") for rank, cpu in enumerate(machine.cores()[:-1])]
 
 
 def cells(text: str) -> str:
@@ -62,7 +62,7 @@ def test_everything_is_in_the_text_once_and_fits(drawn: tuple[Machine, Details])
 def test_each_rank_is_drawn_where_its_cores_are(tmp_path: Path) -> None:
     build(MACHINES["two sockets"], tmp_path)
     machine = read_machine(tmp_path)
-    shares = [Share(0, (0, 1, 2), "memory of node 0"), Share(1, (8, 24), "memory of node 1")]
+    shares = [RankCores(0, (0, 1, 2), "memory of node 0"), RankCores(1, (8, 24), "memory of node 1")]
     text = render(machine, read_details(machine, tmp_path), shares, ["left-over cores: 3-7, 9-15"])
     assert cells(text) == "000·····1·······"
     assert "memory of node 1\nleft-over cores: 3-7, 9-15\n" in text
@@ -124,7 +124,7 @@ def test_svg_stays_inside_of_its_frame(drawn: tuple[Machine, Details]) -> None:
     visit(root, 0, 0)
 
 
-def draw(spec: Spec, root: Path, *shares: Share) -> str:
+def draw(spec: Spec, root: Path, *shares: RankCores) -> str:
     build(spec, root)
     machine = read_machine(root)
     return render(machine, read_details(machine, root), shares)
@@ -134,8 +134,8 @@ def test_cells_show_ranks_and_what_is_not_theirs(tmp_path: Path) -> None:
     text = draw(
         Spec(cores=6, threads=2, allowed="0-4,6-10"),
         tmp_path,
-        Share(0, (0, 1), "memory of node 0"),
-        Share(11, (2, 7), "memory of any node"),
+        RankCores(0, (0, 1), "memory of node 0"),
+        RankCores(11, (2, 7), "memory of any node"),
     )
     assert "      0+b··x\n" in text  # CPU 7 is the other thread of the core of CPU 1
     assert "rank  0: CPUs 0-1, memory of node 0\nrank 11: CPUs 2,7, memory of any node\n" in text
@@ -182,7 +182,7 @@ def test_long_lists_do_not_make_the_picture_wide(tmp_path: Path) -> None:
     cpus = [cpu for cpu in range(224) if cpu % 7 in (0, 1, 4)]
     build(replace(MACHINES["two sockets of 56 cores"], allowed=",".join(map(str, cpus))), tmp_path)
     machine = read_machine(tmp_path)
-    picture = render_svg(machine, read_details(machine, tmp_path), [Share(0, tuple(cpus), "memory of any node")])
+    picture = render_svg(machine, read_details(machine, tmp_path), [RankCores(0, tuple(cpus), "memory of any node")])
     assert float(ET.fromstring(picture).attrib["width"]) < 1600
     assert shortened("1,2,3,4", 6) == "1,2,3…"
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel import host_memory
-from anyaccel.accelerator import inert
+from anyaccel.accelerator import synchronous
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import (
     BackendSpec,
@@ -26,9 +26,9 @@ from anyaccel.accelerator.spec import (
     WithoutTorch,
 )
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_whole
+from anyaccel.numerals import parse_integer
 
-_STREAM = inert.Stream(torch.device("cpu"))  # every stream of the CPU is this one queue
+_STREAM = synchronous.Stream(torch.device("cpu"))  # every stream of the CPU is this one queue
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _launch_number(name: str, default: int, minimum: int) -> int:
     if not text:
         return default
     with contextlib.suppress(ValueError):
-        if (number := parse_whole(text)) >= minimum:
+        if (number := parse_integer(text)) >= minimum:
             return number
     raise UsageError(f"{name}={text!r}: must be a number from {minimum}; the launcher sets it, else unset it")
 
@@ -117,10 +117,10 @@ class CpuAccelerator(Accelerator):
 
     # Streams ------------------------------------------------------------------------------------------------
 
-    def current_stream(self, device_index: DeviceIndex = None) -> inert.Stream:
+    def current_stream(self, device_index: DeviceIndex = None) -> synchronous.Stream:
         return _STREAM
 
-    def default_stream(self, device_index: DeviceIndex = None) -> inert.Stream:
+    def default_stream(self, device_index: DeviceIndex = None) -> synchronous.Stream:
         return _STREAM
 
     # Random numbers -----------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from anyaccel.accelerator import inert
+from anyaccel.accelerator import synchronous
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
 
-class Queue(inert.Stream):
+class Queue(synchronous.Stream):
     """The one queue as a stream: waiting for other streams is needless, waiting for the work is not."""
 
     def synchronize(self) -> None:
@@ -27,7 +27,7 @@ class Queue(inert.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         """Record `event`, or a new one, and return it."""
-        event = Event() if event is None else event
+        event = MpsEvent() if event is None else event
         event.record()
         return event
 
@@ -37,7 +37,7 @@ class Queue(inert.Stream):
         return True
 
 
-class Event(inert.Event):
+class MpsEvent(synchronous.Event):
     """torch.mps.Event with the arguments that those of other devices take: its own record() takes no stream."""
 
     def __init__(self, enable_timing: bool = False, **_unused: Any) -> None:
@@ -141,7 +141,7 @@ class MpsAccelerator(TorchDeviceAccelerator):
 
     @property
     def Event(self) -> Any:
-        return Event
+        return MpsEvent
 
     # Memory, in the words of torch.mps.
 

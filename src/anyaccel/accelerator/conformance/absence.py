@@ -49,7 +49,7 @@ def lacking(check: Check, accelerator: Accelerator) -> tuple[set[Capability], se
     return capabilities, methods
 
 
-def is_inert(accelerator: Accelerator, capabilities: set[Capability]) -> bool:
+def does_nothing(accelerator: Accelerator, capabilities: set[Capability]) -> bool:
     """Whether what is absent is there all the same, as objects that do nothing."""
     if not capabilities:
         return False

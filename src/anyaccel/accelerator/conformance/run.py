@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from anyaccel.accelerator.base import Accelerator
-from anyaccel.accelerator.conformance.absence import is_declared, is_inert, lacking, verify_absent
+from anyaccel.accelerator.conformance.absence import does_nothing, is_declared, lacking, verify_absent
 from anyaccel.accelerator.conformance.checking import Check, ConformanceError, UncheckedError
 from anyaccel.accelerator.conformance.checks import CHECKS
 from anyaccel.accelerator.spec import Capability
@@ -90,20 +90,20 @@ def uncovered_methods() -> set[str]:
 def _judge(check: Check, accelerator: Accelerator) -> tuple[str, str]:
     """Outcome and detail, where the accelerator is right."""
     capabilities, methods = lacking(check, accelerator)
-    inert = is_inert(accelerator, capabilities)
-    if (capabilities or methods) and not inert:
+    nothing_done = does_nothing(accelerator, capabilities)
+    if (capabilities or methods) and not nothing_done:
         reasons = [verify_absent(accelerator, method) for method in sorted(methods)]
         return "absent", reasons[0] if reasons else _reason(accelerator, min(capabilities))
     try:
         note = check.function(accelerator)
     except CapabilityError as error:
-        if inert:
+        if nothing_done:
             raise ConformanceError(f"expected objects that do nothing, got CapabilityError: {error}") from error
         if not is_declared(accelerator, error):
             message = f"raised CapabilityError, and spec.capabilities does not declare that absent: {error}"
             raise ConformanceError(message) from error
         return "absent", str(error)
-    return "pass", f"does nothing here: {_reason(accelerator, min(capabilities))}" if inert else note or ""
+    return "pass", f"does nothing here: {_reason(accelerator, min(capabilities))}" if nothing_done else note or ""
 
 
 def _reason(accelerator: Accelerator, capability: Capability) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import told
+from anyaccel.validation import error_text
 
 Each = Callable[[str, Tensor], object]
 
@@ -204,7 +204,7 @@ class Blocks:
             except _Seen:
                 pass
             except (RuntimeError, NotImplementedError) as error:
-                raise Unsupported(f"calibration of {type(self._model).__name__} ({told(error)})") from error
+                raise Unsupported(f"calibration of {type(self._model).__name__} ({error_text(error)})") from error
             first = recorders[0].hidden
             assert first is not None
             hidden.append(first.float().clone())
@@ -292,7 +292,7 @@ def _structure(config: dict[str, Any], where: str) -> Any:
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(known, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a configuration can be wrong in any way
-        raise ModelError(f"{where}: transformers cannot build this model ({told(error)})") from error
+        raise ModelError(f"{where}: transformers cannot build this model ({error_text(error)})") from error
     return model.eval()
 
 

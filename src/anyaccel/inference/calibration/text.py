@@ -14,7 +14,7 @@ from torch import Tensor
 import anyaccel
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
-from anyaccel.outside import open_file
+from anyaccel.validation import open_file
 
 BUILTIN = "builtin"
 TOKENS = 16_384

@@ -11,14 +11,14 @@ from typing import Any
 
 from anyaccel.inference.checkpoints.quantised_layout import FLOATS, Layout, QuantisedTensor, Unreadable
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 
 class BitNet(Layout):
     mains = (".weight",)
     beside = (".weight_scale",)
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
         if settings.text("quantization_mode", "offline") != "offline":
             raise Unreadable("BitNet weights that are rounded as the model runs (quantization_mode)")

@@ -24,7 +24,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     row_index,
     scaled,
 )
-from anyaccel.outside import Values, mapping, told
+from anyaccel.validation import Fields, check_mapping, error_text
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
@@ -80,13 +80,13 @@ class BitsAndBytes4(Layout):
         try:
             state = json.loads(bytes(self.array(state_name, ("U8",), 1)))
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"{self.where(state_name)}: not JSON ({told(error)})") from None
-        given = Values(mapping(state, f"{self.where(state_name)}: state"), f"{self.where(state_name)}: ")
-        shape = given.wholes("shape", 1)
+            raise ModelError(f"{self.where(state_name)}: not JSON ({error_text(error)})") from None
+        given = Fields(check_mapping(state, f"{self.where(state_name)}: state"), f"{self.where(state_name)}: ")
+        shape = given.get_ints("shape", 1)
         if len(shape) != 2:
             raise Unreadable(f"bitsandbytes weights of shape {shape} ({self.where(name)})")
         count = shape[0] * shape[1]
-        size = given.whole("blocksize", minimum=2)
+        size = given.get_int("blocksize", minimum=2)
         blocks = -(-count // size)
         octets = self._octets(name)
         self.check(len(octets) * 2 == count + count % 2, name, f"{len(octets)} bytes for {count} values of 4 bits")
@@ -94,7 +94,7 @@ class BitsAndBytes4(Layout):
         nested, offset = 0, 0.0
         absmax = f"{stem}.weight.absmax"
         if self.dtype(absmax) == "U8":
-            nested, offset = given.whole("nested_blocksize", minimum=1), given.number("nested_offset")
+            nested, offset = given.get_int("nested_blocksize", minimum=1), given.number("nested_offset")
             self.check(self._table(stem, "nested_quant_map").size == 256, name, "nested_quant_map has not 256 values")
             outer = self._table(stem, "nested_absmax").size
             self.check(outer == -(-blocks // nested), name, f"nested_absmax has {outer} values for {blocks} blocks")

@@ -18,7 +18,7 @@ from anyaccel import env
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.cache_lock import locked, remove_if_free
 from anyaccel.inference.checkpoints.identity import identity
-from anyaccel.outside import open_file
+from anyaccel.validation import open_file
 
 logger = logging.getLogger(__name__)
 

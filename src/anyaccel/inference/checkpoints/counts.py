@@ -13,7 +13,7 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
-from anyaccel.outside import Values, line, read_json, whole
+from anyaccel.validation import Fields, check_integer, one_line, read_json
 
 # Their names in transformers' configurations and in GGUF.
 _LAYERS = frozenset(
@@ -41,7 +41,7 @@ def check_folder(folder: Path, shapes: Callable[[], Sequence[Sequence[int]]]) ->
     Raises:
         ModelError: it has more layers than tensors, more experts than a tensor has rows, or an impossible size.
     """
-    config = Values(read_json(folder / "config.json"), f"{folder / 'config.json'}: ")
+    config = Fields(read_json(folder / "config.json"), f"{folder / 'config.json'}: ")
     for values in (config, config.mapping("text_config")):
         _check(values, values.known(), shapes)
 
@@ -53,18 +53,18 @@ def check_gguf(path: Path) -> None:
         ModelError: as above.
     """
     source = GgufSource(path)
-    kind = Values(source.metadata, f"{path}: ").text("general.architecture")
+    kind = Fields(source.metadata, f"{path}: ").text("general.architecture")
     own = {name.removeprefix(f"{kind}."): value for name, value in source.metadata.items()}
     shapes = [info.shape for file in source.files for info in file.infos.values()]
-    _check(Values(own, f"{path}: {line(kind)}."), own, lambda: shapes)
+    _check(Fields(own, f"{path}: {one_line(kind)}."), own, lambda: shapes)
 
 
-def _check(values: Values, names: Iterable[str], shapes: Callable[[], Sequence[Sequence[int]]]) -> None:
+def _check(values: Fields, names: Iterable[str], shapes: Callable[[], Sequence[Sequence[int]]]) -> None:
     for name in names:
         if name not in _LAYERS | _EXPERTS | _SIZES:
             continue
         each: list[Any] = values.items(name) if values.is_list(name) else [values.required(name)]
-        count = max((whole(value, values.where + name, -1, (1 << 32) - 1) for value in each), default=0)
+        count = max((check_integer(value, values.where + name, -1, (1 << 32) - 1) for value in each), default=0)
         limit, why = _limit(name, shapes) if count > _FEW else (_FEW, "")
         if count > limit:
             raise ModelError(f"{values.where}{name}={count}, but {why}")

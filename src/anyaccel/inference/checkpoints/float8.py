@@ -27,7 +27,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     scaled,
 )
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _POWERS = ("U8", "F8_E8M0")
@@ -38,9 +38,9 @@ class Float8(Layout):
     beside = tuple(f".{name}" for name in _SCALES)
     refused = (".pre_quant_scale",)
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
-        self.size = settings.wholes("weight_block_size", 1) if settings.has("weight_block_size") else []
+        self.size = settings.get_ints("weight_block_size", 1) if settings.has("weight_block_size") else []
 
     def is_quantised(self, name: str, stem: str) -> bool:
         if self.dtype(name) == "F8_E5M2":

@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 from anyaccel.errors import ModelError
-from anyaccel.outside import Values, mapping, read_json, shown, text
+from anyaccel.validation import Fields, check_mapping, check_text, read_json, short_repr
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -46,13 +46,13 @@ def read_index(index: Path) -> dict[str, str]:
     Raises:
         ModelError: it is damaged, or names a file that is not there or outside the folder.
     """
-    given = mapping(Values(read_json(index), f"{index}: ").required("weight_map"), f"{index}: weight_map")
-    files = {tensor: text(file, f"{index}: {shown(tensor)}") for tensor, file in given.items()}
+    given = check_mapping(Fields(read_json(index), f"{index}: ").required("weight_map"), f"{index}: weight_map")
+    files = {tensor: check_text(file, f"{index}: {short_repr(tensor)}") for tensor, file in given.items()}
     if not files:
         raise ModelError(f"{index}: the index names no tensors")
     for file in sorted(set(files.values())):
         if not is_inside(file):
-            raise ModelError(f"{index}: names a file outside the folder: {shown(file)}")
+            raise ModelError(f"{index}: names a file outside the folder: {short_repr(file)}")
         if not os.path.isfile(index.parent / file):  # noqa: PTH113  also of a name that is too long
-            raise ModelError(f"{index.parent / shown(file)[1:-1]}: missing, but named by {index.name}")
+            raise ModelError(f"{index.parent / short_repr(file)[1:-1]}: missing, but named by {index.name}")
     return files

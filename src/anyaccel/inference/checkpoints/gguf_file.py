@@ -19,8 +19,8 @@ from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, GGML_TYPES, U
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import Values, shown, told
 from anyaccel.safetensors.header import require_little_endian
+from anyaccel.validation import Fields, error_text, short_repr
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -163,7 +163,7 @@ class GgufFile:
         for _ in range(pairs):
             key = reader.name()
             if key in self.metadata:
-                raise ModelError(f"{path}: damaged: it has metadata {shown(key)} twice")
+                raise ModelError(f"{path}: damaged: it has metadata {short_repr(key)} twice")
             self.metadata[key] = reader.value(reader.scalar("I"))
         self.infos = self._read_infos(reader, tensors)
         self.file.drop(0, reader.at)
@@ -184,7 +184,9 @@ class GgufFile:
                 found.append(data[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: damaged: a string of its metadata is not UTF-8 ({told(error)})") from None
+            raise ModelError(
+                f"{self.path}: damaged: a string of its metadata is not UTF-8 ({error_text(error)})"
+            ) from None
         return found
 
     def _read_infos(self, reader: _Reader, count: int) -> dict[str, Info]:
@@ -192,13 +194,13 @@ class GgufFile:
         for _ in range(count):
             name = reader.name()
             if name in found:
-                raise ModelError(f"{self.path}: damaged: it has tensor {shown(name)} twice")
+                raise ModelError(f"{self.path}: damaged: it has tensor {short_repr(name)} twice")
             dimensions = reader.scalar("I")
             if not 0 <= dimensions <= _MAX_DIMENSIONS:
-                raise ModelError(f"{self.path}: tensor {shown(name)}: damaged: {dimensions} dimensions")
+                raise ModelError(f"{self.path}: tensor {short_repr(name)}: damaged: {dimensions} dimensions")
             shape = tuple(reversed([reader.scalar("Q") for _ in range(dimensions)]))
             found[name] = (shape, reader.scalar("I"), reader.scalar("Q"))
-        alignment = Values(self.metadata, f"{self.path}: damaged: ").whole("general.alignment", 32, 1)
+        alignment = Fields(self.metadata, f"{self.path}: damaged: ").get_int("general.alignment", 32, 1)
         if alignment & (alignment - 1):
             raise ModelError(f"{self.path}: damaged: general.alignment={alignment} is not a power of two")
         begin = reader.at + -reader.at % alignment
@@ -208,7 +210,8 @@ class GgufFile:
         for name, (shape, kind, offset) in found.items():
             if offset != expected:
                 raise ModelError(
-                    f"{self.path}: tensor {shown(name)}: damaged: its data begin at offset {offset}, not at {expected}"
+                    f"{self.path}: tensor {short_repr(name)}: damaged: its data begin at offset {offset}, not at "
+                    f"{expected}"
                 )
             infos[name] = self._info(name, shape, kind, begin + offset)
             expected = infos[name].end - begin
@@ -216,7 +219,7 @@ class GgufFile:
         return infos
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Info:
-        where = f"{self.path}: tensor {shown(name)}"
+        where = f"{self.path}: tensor {short_repr(name)}"
         if kind in UNREAD:
             raise Unsupported(f"tensor type {UNREAD[kind]} of GGUF ({where})")
         if kind not in GGML_TYPES:
@@ -273,7 +276,9 @@ class GgufSource:
         for file in self.files:
             for name in file.infos:
                 if name in self._of:
-                    raise ModelError(f"{file.path}: has tensor {shown(name)}, and so has {self._of[name].path.name}")
+                    raise ModelError(
+                        f"{file.path}: has tensor {short_repr(name)}, and so has {self._of[name].path.name}"
+                    )
                 self._of[name] = file
 
     def __contains__(self, name: str) -> bool:
@@ -294,7 +299,7 @@ class GgufSource:
 
 def _siblings(first: GgufFile) -> Iterator[Path]:
     """The other files of a model that was split (`name-00001-of-00003.gguf`)."""
-    count = Values(first.metadata, f"{first.path}: damaged: ").whole("split.count", 1, maximum=_MAX_SPLITS)
+    count = Fields(first.metadata, f"{first.path}: damaged: ").get_int("split.count", 1, maximum=_MAX_SPLITS)
     if count <= 1:
         return
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})", first.path.stem)

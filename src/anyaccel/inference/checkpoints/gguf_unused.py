@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
-from anyaccel.outside import Values, line, shown
+from anyaccel.validation import Fields, one_line, short_repr
 
 # Prefixes of a multimodal model's vision encoder, audio encoder and projectors, which are not computed for text.
 _ENCODERS = ("v.", "a.", "mm.")
@@ -29,12 +29,12 @@ def check_all_used(source: GgufSource, used: Collection[str]) -> None:
     if not left:
         return
     path = source.file_of(left[0]).path
-    kind = Values(source.metadata, f"{path}: ").text("general.architecture")
+    kind = Fields(source.metadata, f"{path}: ").text("general.architecture")
     layers = source.metadata.get(f"{kind}.block_count")
     more = f", nor are {len(left) - 1} others" if len(left) > 1 else ""
     raise ModelError(
-        f"{path}: tensor {shown(left[0])} is no part of a model of architecture '{line(kind)}' with "
-        f"block_count={shown(layers)}{more}: the file is damaged, or of a kind that is not known here"
+        f"{path}: tensor {short_repr(left[0])} is no part of a model of architecture '{one_line(kind)}' with "
+        f"block_count={short_repr(layers)}{more}: the file is damaged, or of a kind that is not known here"
     )
 
 
@@ -47,11 +47,11 @@ def _may_be_unused(source: GgufSource, name: str) -> bool:
         info = source.file_of(name).infos[name]
         return info.type == "f32" and set(source.file_of(name).floats(name, info.shape)) == {1.0}
     # The last layers may be for multi-token prediction, which only speculative decoding runs.
-    values = Values(source.metadata, f"{source.files[0].path}: ")
+    values = Fields(source.metadata, f"{source.files[0].path}: ")
     kind = values.text("general.architecture")
-    guessing = values.whole(f"{kind}.nextn_predict_layers", 0)
+    guessing = values.get_int(f"{kind}.nextn_predict_layers", 0)
     words = name.split(".")
     if not guessing or words[0] != "blk" or len(words) < 3 or not words[1].isdecimal():
         return False
-    layers = values.whole(f"{kind}.block_count")
+    layers = values.get_int(f"{kind}.block_count")
     return layers - guessing <= int(words[1]) < layers

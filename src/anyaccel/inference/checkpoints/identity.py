@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.inference.checkpoints.folder_files import is_inside
-from anyaccel.outside import open_file
+from anyaccel.validation import open_file
 
 # Files whose whole content is hashed, up to a size that no real one has.
 _CONFIGS = frozenset(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.outside import open_file
+from anyaccel.validation import open_file
 
 
 class MappedFile:

@@ -14,8 +14,8 @@ from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.folder_files import has_bin, has_safetensors
-from anyaccel.outside import Values, line, read_json, text
 from anyaccel.terminal import did_you_mean
+from anyaccel.validation import Fields, check_text, one_line, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def check_decoder_only(path: Path) -> None:
         return
     config = read_json(path / "config.json")
     check_language_model(path, config)
-    given = Values(config, f"{path / 'config.json'}: ")
-    if given.flag("is_encoder_decoder"):
-        name = line(str((given.items("architectures") or [given.text("model_type", "it")])[0]))
+    given = Fields(config, f"{path / 'config.json'}: ")
+    if given.get_bool("is_encoder_decoder"):
+        name = one_line(str((given.items("architectures") or [given.text("model_type", "it")])[0]))
         raise ModelError(
             f"{path}: {name} is an encoder-decoder, not a decoder-only language model, and commands only go on with a "
             "text; in Python anyaccel.init_inference(path).generate(...) runs it"
@@ -102,8 +102,8 @@ def check_decoder_only(path: Path) -> None:
 
 def check_language_model(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError if the config.json of a folder says that it is something else, with what it is."""
-    given = Values(config, f"{path / 'config.json'}: ")
-    names = [text(each, f"{given.where}architectures") for each in given.items("architectures")]
+    given = Fields(config, f"{path / 'config.json'}: ")
+    names = [check_text(each, f"{given.where}architectures") for each in given.items("architectures")]
     kind = given.text("model_type", "")
     for name in names:
         what = next((what for end, what in _OTHERS.items() if name.endswith(end)), "")
@@ -112,7 +112,7 @@ def check_language_model(path: Path, config: Mapping[str, Any]) -> None:
         if not what and kind in _ENCODERS and not name.endswith(("LMHeadModel", "ForCausalLM")):
             what = "an encoder without a head that predicts the next token"
         if what:
-            raise ModelError(f"{path}: {line(name)} is {what}, not a language model that generates text")
+            raise ModelError(f"{path}: {one_line(name)} is {what}, not a language model that generates text")
 
 
 def _has_weights(path: Path) -> bool:
@@ -122,8 +122,8 @@ def _has_weights(path: Path) -> bool:
 def _base_of(path: Path) -> str:
     """The model that an adapter says it is for."""
     with contextlib.suppress(ModelError):
-        name = Values(read_json(path / _ADAPTER), "").text("base_model_name_or_path", "")
-        return line(name) or "an unknown model"
+        name = Fields(read_json(path / _ADAPTER), "").text("base_model_name_or_path", "")
+        return one_line(name) or "an unknown model"
     return "an unknown model"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.quantised_layout import FLOATS, Layout, QuantisedTensor, Unreadable, row_index
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.outside import Values, shown
+from anyaccel.validation import Fields, short_repr
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of value i in its word, the inverse of 0 2 4 6 1 3 5 7
 _WORD = 32  # bits
@@ -60,8 +60,8 @@ def _unpack_stream(words: Any, bits: int, axis: int) -> Any:
     return found.T if axis == 0 else found
 
 
-def bits_of(settings: Values, allowed: Sequence[int], name: str = "bits") -> int:
-    bits = settings.whole(name, minimum=1, maximum=64)
+def bits_of(settings: Fields, allowed: Sequence[int], name: str = "bits") -> int:
+    bits = settings.get_int(name, minimum=1, maximum=64)
     if bits not in allowed:
         raise Unreadable(f"reader for {settings.text('quant_method')} weights of {bits} bits")
     return bits
@@ -85,12 +85,12 @@ class Gptq(Layout):
     mains = (".qweight",)
     beside = (".scales", ".qzeros", ".g_idx")
 
-    def __init__(self, source: SafetensorsSource, settings: Values, offset: int | None = None) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields, offset: int | None = None) -> None:
         super().__init__(source, settings)
         self.bits = bits_of(settings, range(2, 9))
         kind = settings.text("checkpoint_format", "") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
-            raise Unreadable(f"reader for the GPTQ checkpoint format {shown(kind)}")
+            raise Unreadable(f"reader for the GPTQ checkpoint format {short_repr(kind)}")
         self.offset = int(kind == "gptq") if offset is None else offset
 
     def _bits(self, stem: str) -> int:
@@ -154,7 +154,7 @@ class Awq(Layout):
     mains = (".qweight",)
     beside = (".scales", ".qzeros")
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
         if bits_of(settings, (4, 8)) != 4:
             raise Unreadable("reader for AWQ weights of 8 bits")
@@ -201,10 +201,10 @@ class AwqGemv(Layout):
     mains = (".qweight",)
     beside = (".scales", ".qzeros")
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
         bits_of(settings, (4,))
-        given = settings.whole("group_size" if settings.has("group_size") else "q_group_size", 128, minimum=-1)
+        given = settings.get_int("group_size" if settings.has("group_size") else "q_group_size", 128, minimum=-1)
         self.size = max(given, 0)
 
     def make(self, stem: str) -> QuantisedTensor:
@@ -237,13 +237,13 @@ class AwqGemv(Layout):
         return unpack_words(self.array(f"{tensor.stem}.qweight", ("I32",))[chosen], 4, 1), scales, zeros
 
 
-def awq(source: SafetensorsSource, settings: Values) -> Layout:
+def awq(source: SafetensorsSource, settings: Fields) -> Layout:
     """The layout of an AWQ checkpoint."""
     version = (settings.text("version", "") or "gemm").lower()
     if version == "gemv":
         return AwqGemv(source, settings)
     if version != "gemm":
-        raise Unreadable(f"reader for AWQ's version {shown(version)}, only 'gemm' and 'gemv' are known")
+        raise Unreadable(f"reader for AWQ's version {short_repr(version)}, only 'gemm' and 'gemv' are known")
     return Awq(source, settings)
 
 
@@ -254,7 +254,7 @@ class CompressedIntegers(Layout):
     beside = (".weight_scale", ".weight_zero_point", ".weight_shape")
     refused = (".weight_g_idx", ".pre_quant_scale")
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
         if settings.mapping("transform_config").mapping("config_groups").known():
             raise Unreadable("transforms of compressed-tensors (transform_config)")

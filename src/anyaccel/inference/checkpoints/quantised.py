@@ -21,7 +21,7 @@ from anyaccel.inference.checkpoints.packed_integers import CompressedIntegers, G
 from anyaccel.inference.checkpoints.quantised_layout import Layout, QuantisedSource, Unreadable
 from anyaccel.inference.checkpoints.sources import SafetensorsSource, TensorSource
 from anyaccel.inference.checkpoints.torchao import TorchAo
-from anyaccel.outside import Values, read_json, shown
+from anyaccel.validation import Fields, read_json, short_repr
 
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
@@ -30,12 +30,12 @@ _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
-def _compressed(source: SafetensorsSource, settings: Values) -> list[Layout]:
+def _compressed(source: SafetensorsSource, settings: Fields) -> list[Layout]:
     """compressed-tensors and modelopt: a matrix's tensors tell which of these it is in, as several may be mixed."""
     return [layout(source, settings) for layout in (CompressedIntegers, Float8, Float4)]
 
 
-def _auto_round(source: SafetensorsSource, settings: Values) -> list[Layout]:
+def _auto_round(source: SafetensorsSource, settings: Fields) -> list[Layout]:
     """AutoRound writes the layouts of others; its own is GPTQ's with zero points as they are."""
     packing = settings.text("packing_format", "auto_round:auto_gptq")
     if "awq" in packing:
@@ -46,7 +46,7 @@ def _auto_round(source: SafetensorsSource, settings: Values) -> list[Layout]:
 
 
 # quant_method of a config -> the layout of its tensors, or what finds the layouts; see docs/add-a-format.md.
-METHODS: dict[str, Callable[[SafetensorsSource, Values], Layout | list[Layout]]] = {
+METHODS: dict[str, Callable[[SafetensorsSource, Fields], Layout | list[Layout]]] = {
     "gptq": Gptq,
     "awq": awq,
     "auto-round": _auto_round,
@@ -75,7 +75,7 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
         return source
     method = method_of(settings)
     if method not in METHODS:
-        raise Unreadable(f"reader for quantization {shown(method)}")
+        raise Unreadable(f"reader for quantization {short_repr(method)}")
     if not isinstance(source, SafetensorsSource):
         raise Unreadable(f"reader for {method} weights in files other than safetensors")
     made = METHODS[method](source, settings)
@@ -97,16 +97,16 @@ def folder_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def quantisation_of(config: Mapping[str, Any]) -> Values:
+def quantisation_of(config: Mapping[str, Any]) -> Fields:
     """The `quantization_config` of a config.json, empty without one; some have it beside their text part's values."""
-    given = Values(config, "config: ")
+    given = Fields(config, "config: ")
     outer = given.mapping("quantization_config")
     return outer if outer.known() else given.mapping("text_config").mapping("quantization_config")
 
 
-def method_of(settings: Values) -> str:
+def method_of(settings: Fields) -> str:
     """The method of a `quantization_config`, in lower case; old ones of bitsandbytes do not name it."""
-    if not settings.has("quant_method") and (settings.flag("load_in_4bit") or settings.flag("load_in_8bit")):
+    if not settings.has("quant_method") and (settings.get_bool("load_in_4bit") or settings.get_bool("load_in_8bit")):
         return "bitsandbytes"
     return settings.text("quant_method", "").lower()
 
@@ -119,6 +119,6 @@ def refuse_integers(source: TensorSource) -> None:
         file, entry = source.entry(name)
         if name.endswith(".weight") and entry.dtype in _INTEGERS:
             raise ModelError(
-                f"{file.path}: tensor {shown(name)} has integers ({entry.dtype}), and config.json has no "
+                f"{file.path}: tensor {short_repr(name)} has integers ({entry.dtype}), and config.json has no "
                 "quantization_config that says what they stand for"
             )

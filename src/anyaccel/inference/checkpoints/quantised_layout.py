@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
 from anyaccel.inference.spec.packed_formats import FORMATS, Format, smallest_format
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 _NUMPY = {
     "I32": "<i4",
@@ -278,7 +278,7 @@ class Layout:
     skipped: ClassVar[Sequence[str]] = ()
     refused: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         self.source = source
         self.settings = settings
 

@@ -18,8 +18,8 @@ from anyaccel.inference.checkpoints.folder_files import checkpoint_files, has_bi
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import shown
-from anyaccel.safetensors.header import Entry, read_header
+from anyaccel.safetensors.header import TensorEntry, read_header
+from anyaccel.validation import short_repr
 
 # Floating-point dtypes of safetensors -> their names in `_llm`, and bytes of a value.
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
@@ -152,7 +152,7 @@ class SafetensorsSource:
         self._folder = folder
         index = folder / "model.safetensors.index.json"
         named = read_index(index) if index.is_file() else None
-        self._tensors: dict[str, tuple[MappedFile, Entry]] = {}
+        self._tensors: dict[str, tuple[MappedFile, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
         for path in checkpoint_files(folder):
             file = MappedFile(path)
@@ -160,12 +160,14 @@ class SafetensorsSource:
             self.metadata |= header.metadata
             for entry in header.entries:
                 if len(entry.shape) > _MAX_DIMENSIONS:
-                    raise ModelError(f"{path}: tensor {shown(entry.name)}: damaged: {len(entry.shape)} dimensions")
+                    raise ModelError(f"{path}: tensor {short_repr(entry.name)}: damaged: {len(entry.shape)} dimensions")
                 if named is None or folder / named.get(entry.name, "") == path:
                     self._tensors[entry.name] = (file, entry)
         for name, file_name in (named or {}).items():
             if name not in self._tensors:
-                raise ModelError(f"{folder / file_name}: has no tensor {shown(name)}, which {index.name} says it has")
+                raise ModelError(
+                    f"{folder / file_name}: has no tensor {short_repr(name)}, which {index.name} says it has"
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -173,7 +175,7 @@ class SafetensorsSource:
     def names(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def entry(self, name: str) -> tuple[MappedFile, Entry]:
+    def entry(self, name: str) -> tuple[MappedFile, TensorEntry]:
         """The file of a tensor and its entry there, also for dtypes that `tensor` does not support."""
         found = self._tensors.get(name)
         if found is None:

@@ -17,8 +17,8 @@ import torch
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.folder_files import read_index
 from anyaccel.inference.checkpoints.slices import Slice, view
-from anyaccel.outside import line, shown, told
-from anyaccel.safetensors.tensors import mapped, tensor_of
+from anyaccel.safetensors.tensors import map_file, to_tensor
+from anyaccel.validation import error_text, one_line, short_repr
 
 _COMPARED = 1 << 20  # values of a tensor that are compared at a time
 
@@ -51,12 +51,12 @@ def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
     """torch's long message in one line: which code the file would run, or that it is damaged."""
     found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", str(error))
     if found is None:
-        why = line(str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0])
+        why = one_line(str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0])
         return ModelError(f"{file}: cannot be read, truncated or damaged ({why or 'it holds no tensors by name'})")
     how = "convert it to safetensors where you trust it"
     if found[1].startswith("torchao"):  # which transformers wrote in this way only, until version 5
         how = "save the model as safetensors with model.save_pretrained of transformers 5 where you trust it"
-    return ModelError(f"{file}: not read, as that would run {shown(found[1])} of the file's choice; {how}")
+    return ModelError(f"{file}: not read, as that would run {short_repr(found[1])} of the file's choice; {how}")
 
 
 class _Safetensors(Mapping[str, torch.Tensor]):
@@ -64,11 +64,11 @@ class _Safetensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        header, self._memory = mapped(path)
+        header, self._memory = map_file(path)
         self._entries = {entry.name: entry for entry in header.entries}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return tensor_of(self._path, self._entries[name], self._memory)
+        return to_tensor(self._path, self._entries[name], self._memory)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -107,7 +107,7 @@ class Checkpoint:
             except pickle.UnpicklingError as error:
                 raise _refusal(file, error) from error
             except _DAMAGE as error:
-                raise ModelError(f"{file}: cannot be read, truncated or damaged ({told(error)})") from error
+                raise ModelError(f"{file}: cannot be read, truncated or damaged ({error_text(error)})") from error
         return self._open_files[file]
 
     def __contains__(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class Checkpoint:
         file = self._files[name]
         tensor = self._open(file).get(name)
         if not isinstance(tensor, torch.Tensor):
-            raise ModelError(f"{file}: has no tensor {shown(name)}")
+            raise ModelError(f"{file}: has no tensor {short_repr(name)}")
         return tensor
 
     def shapes(self) -> list[tuple[int, ...]]:

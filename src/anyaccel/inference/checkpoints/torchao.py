@@ -29,7 +29,7 @@ from anyaccel.inference.checkpoints.quantised_layout import (
     row_index,
     scaled,
 )
-from anyaccel.outside import Values, mapping, shown, told
+from anyaccel.validation import Fields, check_mapping, error_text, short_repr
 
 
 class TorchAo(Layout):
@@ -43,8 +43,8 @@ class TorchAo(Layout):
         try:
             said = json.loads(self.source.metadata.get(f"{stem}.weight", "{}"))
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"{self.where(name)}: the metadata of it are not JSON ({told(error)})") from None
-        kind = Values(mapping(said, f"{self.where(name)}: metadata"), f"{self.where(name)}: ").text("_type", "")
+            raise ModelError(f"{self.where(name)}: the metadata of it are not JSON ({error_text(error)})") from None
+        kind = Fields(check_mapping(said, f"{self.where(name)}: metadata"), f"{self.where(name)}: ").text("_type", "")
         makers = {
             "Int8Tensor": self._integers,
             "IntxUnpackedToInt8Tensor": self._integers,
@@ -52,7 +52,7 @@ class TorchAo(Layout):
             "Float8Tensor": self._float8,
         }
         if kind not in makers:
-            raise Unreadable(f"reader for torchao's {shown(kind)} ({self.where(name)})")
+            raise Unreadable(f"reader for torchao's {short_repr(kind)} ({self.where(name)})")
         return makers[kind](stem, name, kind)
 
     def _levels(self, stem: str, end: str = "scale") -> Any:

@@ -35,7 +35,7 @@ def bloom(config: Config) -> DecoderSpec:
         norm,
         attention(config, rope=-1, kv_heads=config.heads, head_dim=own_head_dim(config), bias=True, alibi=slopes),
         Mlp(4 * config.hidden, "gelu_tanh", gated=False, bias=True, out_bias=True),
-        residual_from_norm=config.flag("apply_residual_connection_post_layernorm"),
+        residual_from_norm=config.get_bool("apply_residual_connection_post_layernorm"),
     )
     return decoder(config, [layer] * config.layers, norm, embedding_norm=norm, max_tokens=0)
 

@@ -24,7 +24,7 @@ from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
 def _cohere(config: Config, each_window: list[int], rotate: list[bool], qk_norm: QkNorm | None) -> DecoderSpec:
     """Attention and MLP side by side after one norm; pairs of neighbours rotate."""
     norm = layer_norm(config, "layer_norm_eps", bias=False)
-    bias = config.flag("attention_bias")
+    bias = config.get_bool("attention_bias")
     layers = [
         Layer(
             attention(config, rope=0 if rotate[index] else -1, window=window, bias=bias, qk_norm=qk_norm),
@@ -40,7 +40,7 @@ def _cohere(config: Config, each_window: list[int], rotate: list[bool], qk_norm:
 
 def cohere(config: Config) -> DecoderSpec:
     norm = layer_norm(config, "layer_norm_eps", bias=False)
-    qk_norm = QkNorm(norm, own_weights=True) if config.flag("use_qk_norm") else None
+    qk_norm = QkNorm(norm, own_weights=True) if config.get_bool("use_qk_norm") else None
     return _cohere(config, [0] * config.layers, [True] * config.layers, qk_norm)
 
 

@@ -11,7 +11,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Moe, Norm, Rope
 from anyaccel.inference.spec.mapping import At, Base, Names, Part
-from anyaccel.outside import MOST
+from anyaccel.validation import MAX_INT
 
 
 def rms(config: Config, name: str = "rms_norm_eps") -> Norm:
@@ -60,7 +60,7 @@ def pre_norm(norm: Norm, attention: Attention, mlp: Mlp | Moe, **more: Any) -> L
 def max_tokens(config: Config, ropes: tuple[Rope, ...]) -> int:
     """The longest context: dynamic rotary positions reach `dynamic_factor` times as far as the config says."""
     longest = config.integer("max_position_embeddings")
-    return min(max([longest, *(int(longest * each.dynamic_factor) for each in ropes)]), MOST)
+    return min(max([longest, *(int(longest * each.dynamic_factor) for each in ropes)]), MAX_INT)
 
 
 def decoder(
@@ -84,7 +84,7 @@ def decoder(
         "layers": tuple(alike.setdefault(layer, layer) for layer in layers),
         "final_norm": final_norm,
         "ropes": ropes,
-        "tied": config.flag("tie_word_embeddings"),
+        "tied": config.get_bool("tie_word_embeddings"),
     }
     if "max_tokens" not in more:
         values["max_tokens"] = max_tokens(config, ropes)

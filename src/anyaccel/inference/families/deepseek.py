@@ -22,7 +22,7 @@ from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope, rope_parameters, yarn_mscale
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, Rope
 from anyaccel.inference.spec.mapping import At, Part, Unsupported
-from anyaccel.outside import Values, shown
+from anyaccel.validation import Fields, short_repr
 
 
 def _latent_attention(config: Config) -> Attention:
@@ -30,11 +30,11 @@ def _latent_attention(config: Config) -> Attention:
     nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     latent_norm = Norm("rms", 1e-6)  # not the config's
     q_rank = config.size("q_lora_rank") if config.has("q_lora_rank") else 0
-    bias = config.flag("attention_bias")
+    bias = config.get_bool("attention_bias")
     scale: float = (nope + rotated) ** -0.5
     parameters = rope_parameters(config)
     if parameters["rope_type"] != "default" and parameters.get("mscale_all_dim"):
-        given = Values(parameters, "config: rope_parameters: ")
+        given = Fields(parameters, "config: rope_parameters: ")
         scale *= yarn_mscale(given.number("factor", above=0.0), given.number("mscale_all_dim")) ** 2
     return Attention(
         heads=config.heads,
@@ -64,9 +64,9 @@ def _shared(config: Config, expert: Mlp) -> Mlp:
 def deepseek_v2(config: Config) -> DecoderSpec:
     method = config.text("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
-        raise Unsupported(f"topk_method {shown(method)}")
+        raise Unsupported(f"topk_method {short_repr(method)}")
     grouped = method == "group_limited_greedy"
-    bias = config.flag("mlp_bias")
+    bias = config.get_bool("mlp_bias")
     moe = mixture(
         config,
         "n_routed_experts",
@@ -98,7 +98,7 @@ def choice_by_bias(config: Config) -> Moe:
         "n_routed_experts",
         expert,
         scoring="sigmoid",
-        normalise=config.flag("norm_topk_prob"),
+        normalise=config.get_bool("norm_topk_prob"),
         scale=config.number("routed_scaling_factor"),
         groups=config.integer("n_group"),
         top_groups=config.integer("topk_group"),
@@ -110,7 +110,7 @@ def choice_by_bias(config: Config) -> Moe:
 
 def deepseek_v3(config: Config) -> DecoderSpec:
     layers = after_dense(config, _latent_attention(config), gated(config), choice_by_bias(config))
-    return decoder(config, layers, rms(config), (_latent_rope(config, config.flag("rope_interleave")),))
+    return decoder(config, layers, rms(config), (_latent_rope(config, config.get_bool("rope_interleave")),))
 
 
 def _keys_and_values(at: At) -> Sequence[Part]:
@@ -200,7 +200,7 @@ def gguf_deepseek_experts(values: Metadata, config: dict[str, Any]) -> None:
     config["n_shared_experts"] = values.count("expert_shared_count", 1, 1)
     config["first_k_dense_replace"] = values.count("leading_dense_block_count", 0)
     config["routed_scaling_factor"] = values.number("expert_weights_scale", 1.0)
-    config["norm_topk_prob"] = values.flag("expert_weights_norm")
+    config["norm_topk_prob"] = values.get_bool("expert_weights_norm")
     config["n_group"] = values.count("expert_group_count", 1, 1)
     config["topk_group"] = values.count("expert_group_used_count", 1, 1)
 

@@ -13,7 +13,7 @@ from anyaccel.inference.families.olmo import OLMO2
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import shown
+from anyaccel.validation import short_repr
 
 
 def exaone4(config: Config) -> DecoderSpec:
@@ -24,7 +24,7 @@ def exaone4(config: Config) -> DecoderSpec:
         pattern = 0
         if not config.items("layer_types"):
             if isinstance(config.required("sliding_window_pattern"), str):  # "LLLG": the first models of this family
-                raise Unsupported(f"sliding_window_pattern={shown(config.text('sliding_window_pattern'))}")
+                raise Unsupported(f"sliding_window_pattern={short_repr(config.text('sliding_window_pattern'))}")
             pattern = config.integer("sliding_window_pattern")
         each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
     rotate = [window > 0 or not config.has("sliding_window") for window in each_window]

@@ -25,17 +25,17 @@ def _bf16(value: float) -> float:
 
 def falcon(config: Config) -> DecoderSpec:
     """The 7B (one KV head), the 40B ("new decoder architecture": groups, two norms side by side), the RW models."""
-    grouped, parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn")
+    grouped, parallel = config.get_bool("new_decoder_architecture"), config.get_bool("parallel_attn")
     norms = config.integer_or("num_ln_in_parallel_attn", 2 if grouped else 1)
     if (grouped and not parallel) or norms not in (1, 2) or (norms == 2 and not grouped and parallel):
         raise Unsupported(f"num_ln_in_parallel_attn={norms}, parallel_attn={parallel} in this architecture")
     kv_heads = config.integer_or("num_kv_heads", config.heads)
     if not grouped:
-        kv_heads = 1 if config.flag("multi_query") else config.heads
+        kv_heads = 1 if config.get_bool("multi_query") else config.heads
     dim = own_head_dim(config)
     norm = layer_norm(config, "layer_norm_epsilon")
-    bias = config.flag("bias")
-    alibi = config.flag("alibi")
+    bias = config.get_bool("bias")
+    alibi = config.get_bool("alibi")
     # transformers rounds the slopes to bf16 and adds the bias before the scores are divided by sqrt(head_dim).
     slopes = tuple(_bf16(slope) * dim**-0.5 for slope in alibi_slopes(config.heads)) if alibi else ()
     layer = Layer(

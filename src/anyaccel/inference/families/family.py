@@ -11,7 +11,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import Names
-from anyaccel.outside import Values, told
+from anyaccel.validation import Fields, error_text
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Family:
         """
         values = config
         if self.text:
-            values = Values(config, "config: ").mapping(self.text).known()
+            values = Fields(config, "config: ").mapping(self.text).known()
             # These are the outer level's.
             own = ("quantization_config", "tie_word_embeddings")
             values = {name: value for name, value in values.items() if name not in own}
@@ -56,4 +56,6 @@ class Family:
         except ModelError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-            raise ModelError(f"config: a value is of a wrong kind ({type(error).__name__}: {told(error)})") from error
+            raise ModelError(
+                f"config: a value is of a wrong kind ({type(error).__name__}: {error_text(error)})"
+            ) from error

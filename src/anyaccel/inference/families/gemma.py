@@ -33,7 +33,7 @@ def gemma(config: Config) -> DecoderSpec:
     mlp = gated(config)
     if mlp.activation == "gelu":  # the first configs say "gelu" and mean its approximation
         mlp = dataclasses.replace(mlp, activation="gelu_tanh")
-    layer = pre_norm(rms(config), attention(config, bias=config.flag("attention_bias")), mlp)
+    layer = pre_norm(rms(config), attention(config, bias=config.get_bool("attention_bias")), mlp)
     return _gemma(config, [layer] * config.layers, (rope(config, config.head_dim),))
 
 
@@ -41,7 +41,7 @@ def _gemma_layer(config: Config, **more: Any) -> Layer:
     norm = rms(config)
     scores = attention(
         config,
-        bias=config.flag("attention_bias"),
+        bias=config.get_bool("attention_bias"),
         scale=config.number("query_pre_attn_scalar", above=0.0) ** -0.5,
         **more,
     )

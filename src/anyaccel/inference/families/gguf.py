@@ -13,31 +13,31 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource, StringArray
 from anyaccel.inference.families.model_config import MOST_LAYERS
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import MOST, Values, flag, line, number, whole
+from anyaccel.validation import MAX_INT, Fields, check_bool, check_integer, check_number, one_line
 
 
-class Metadata(Values):
+class Metadata(Fields):
     """The metadata of one architecture; counts are checked against the file's own tensors."""
 
     def __init__(self, source: GgufSource) -> None:
         path = source.files[0].path
         self.source = source
         self.used: set[str] = set()  # tensors that are read into the config
-        self.architecture = Values(source.metadata, f"{path}: ").text("general.architecture")
-        super().__init__(source.metadata, f"{path}: {line(self.architecture)}.")
+        self.architecture = Fields(source.metadata, f"{path}: ").text("general.architecture")
+        super().__init__(source.metadata, f"{path}: {one_line(self.architecture)}.")
         self.path = path
 
     def _value(self, name: str) -> Any:
         return super()._value(f"{self.architecture}.{name}")
 
-    def count(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MOST) -> int:
+    def count(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MAX_INT) -> int:
         """A whole number; one for each layer is one where they are all alike."""
         if self.is_list(name):
-            each = [whole(value, self.where + name) for value in self.items(name)]
+            each = [check_integer(value, self.where + name) for value in self.items(name)]
             if len(set(each)) != 1:
                 raise Unsupported(f"layers of different sizes ({self.where}{name})")
-            return whole(each[0], self.where + name, minimum, maximum)
-        return self.whole(name, default, minimum, maximum)
+            return check_integer(each[0], self.where + name, minimum, maximum)
+        return self.get_int(name, default, minimum, maximum)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.source
@@ -50,7 +50,7 @@ class Metadata(Values):
     def layers(self) -> int:
         """Layers that the file has tensors for, without those for multi-token prediction."""
         named = self.count("block_count", minimum=1)
-        count = max(named - self.whole("nextn_predict_layers", 0, 0), 1)
+        count = max(named - self.get_int("nextn_predict_layers", 0, 0), 1)
         if count > MOST_LAYERS or not any(name.startswith(f"blk.{count - 1}.") for name in self.source.names()):
             raise ModelError(f"{self.where}block_count={named}, but the file has no tensor of layer {count - 1}")
         return count
@@ -223,9 +223,9 @@ def sliding_layers(values: Metadata, every: int) -> list[str]:
     """The type of each layer: as the file lists them, or every so many-th sees all tokens (`every` if it is silent)."""
     name = "attention.sliding_window_pattern"
     if values.is_list(name):
-        local = [flag(each, values.where + name) for each in values.items(name)]
+        local = [check_bool(each, values.where + name) for each in values.items(name)]
     else:
-        every = values.whole(name, every, 1)
+        every = values.get_int(name, every, 1)
         local = [bool((index + 1) % every) for index in range(values.layers)]
     return ["sliding_attention" if each else "full_attention" for each in local]
 
@@ -240,7 +240,7 @@ def rope_factors(values: Metadata, name: str, count: int) -> list[float]:
     """The divisors of the rotary frequencies."""
     values.used.add(name)
     found = values.source.file_of(name).floats(name, (count,))
-    return [number(each, f"{values.path}: tensor {name!r}: factor", above=0.0) for each in found]
+    return [check_number(each, f"{values.path}: tensor {name!r}: factor", above=0.0) for each in found]
 
 
 def rope_scaling(values: Metadata) -> dict[str, Any]:

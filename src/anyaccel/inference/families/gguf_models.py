@@ -19,7 +19,7 @@ from anyaccel.inference.families.gguf import Architecture, Metadata, partial, ro
 from anyaccel.inference.families.registry import ARCHITECTURES
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.inference.text.gguf_ends import gguf_ends
-from anyaccel.outside import Values, shown
+from anyaccel.validation import Fields, short_repr
 
 # The file's own name of a tensor, fields of TensorView to replace, and the entry of a stacked tensor or None.
 Name = tuple[str, dict[str, Any], int | None]
@@ -93,7 +93,7 @@ def open_gguf(path: Path) -> GgufModel:
     values = Metadata(source)
     architecture = ARCHITECTURES.get(values.architecture)
     if architecture is None:
-        raise Unsupported(f"mapping for the GGUF architecture {shown(values.architecture)} ({path})")
+        raise Unsupported(f"mapping for the GGUF architecture {short_repr(values.architecture)} ({path})")
     if architecture.variant is not None:
         architecture = architecture.variant(values)
     config = _config(values, architecture)
@@ -148,12 +148,12 @@ _ONE_TOKEN = {"bos_token_id": "bos", "pad_token_id": "padding"}
 
 def _generation(values: Metadata) -> dict[str, Any]:
     """The generation config: which tokens begin and end a text."""
-    tokens = Values(values.source.metadata, f"{values.path}: ")
+    tokens = Fields(values.source.metadata, f"{values.path}: ")
 
     def ids(*names: str) -> list[int]:
         keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
         # For none, -1 or the largest number is written.
-        return sorted({tokens.whole(key, None, -1, _NO_TOKEN) for key in keys if tokens.has(key)} - {-1, _NO_TOKEN})
+        return sorted({tokens.get_int(key, None, -1, _NO_TOKEN) for key in keys if tokens.has(key)} - {-1, _NO_TOKEN})
 
     found: dict[str, Any] = {name: each[0] for name, key in _ONE_TOKEN.items() if (each := ids(key))}
     ends = gguf_ends(values.source.files[0])
@@ -194,7 +194,7 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
     for module, stored in architecture.modules.items():
         add(module, stored)
     queries = keys = None
-    experts = values.whole("expert_count", 0)
+    experts = values.get_int("expert_count", 0)
     if architecture.permuted:
         queries = _interleaved(values, "blk.0.attn_q.weight", values.heads)
         keys = _interleaved(values, "blk.0.attn_k.weight", values.kv_heads)

@@ -35,7 +35,7 @@ def glm(config: Config, post_norms: bool = False) -> DecoderSpec:
     """GLM-4; the models of April 2025 (glm4) have norms after attention and MLP too."""
     norm = rms(config)
     post = norm if post_norms else None
-    heads = attention(config, bias=config.flag("attention_bias"), out_bias=False)
+    heads = attention(config, bias=config.get_bool("attention_bias"), out_bias=False)
     layer = pre_norm(norm, heads, gated(config), attn_post_norm=post, mlp_post_norm=post)
     return decoder(
         config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True, interleaved=True),)
@@ -50,9 +50,9 @@ def glm4_moe(config: Config) -> DecoderSpec:
     norm = rms(config)
     heads = attention(
         config,
-        bias=config.flag("attention_bias"),
+        bias=config.get_bool("attention_bias"),
         out_bias=False,
-        qk_norm=QkNorm(norm) if config.flag("use_qk_norm") else None,
+        qk_norm=QkNorm(norm) if config.get_bool("use_qk_norm") else None,
     )
     layers = after_dense(config, heads, gated(config), choice_by_bias(config))
     return decoder(config, layers, norm, (rope(config, config.head_dim, partial=True),))

@@ -23,7 +23,7 @@ from anyaccel.inference.families.model_config import MOST_LAYERS, Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
 from anyaccel.inference.spec.mapping import Names, transposed
-from anyaccel.outside import items, shown, text, whole
+from anyaccel.validation import check_integer, check_list, check_text, short_repr
 
 
 def gpt2(config: Config) -> DecoderSpec:
@@ -33,8 +33,8 @@ def gpt2(config: Config) -> DecoderSpec:
     mlp = plain(config, config.size("n_inner", 4 * config.hidden), "activation_function")
     layers = []
     for index in range(config.layers):
-        scale = dim**-0.5 if config.flag("scale_attn_weights") else 1.0
-        if config.flag("scale_attn_by_inverse_layer_idx"):
+        scale = dim**-0.5 if config.get_bool("scale_attn_weights") else 1.0
+        if config.get_bool("scale_attn_by_inverse_layer_idx"):
             scale /= index + 1
         heads = attention(config, rope=-1, kv_heads=config.heads, head_dim=dim, scale=scale, bias=True)
         layers.append(pre_norm(norm, heads, mlp))
@@ -45,15 +45,15 @@ def _neo_kinds(config: Config) -> list[str]:
     """Which layers have a window: a list, or groups ([["global", "local"], 12])."""
     if config.has("attention_layers"):
         given = config.items("attention_layers")
-        return [text(each, "config: attention_layers", ("global", "local")) for each in given]
+        return [check_text(each, "config: attention_layers", ("global", "local")) for each in given]
     kinds: list[str] = []
     what = "config: attention_types"
     for group in config.items("attention_types"):
-        given, times = items(group, what, 2)
-        names = [text(each, what, ("global", "local")) for each in items(given, what)]
-        kinds += names * whole(times, what, 1, MOST_LAYERS)
+        given, times = check_list(group, what, 2)
+        names = [check_text(each, what, ("global", "local")) for each in check_list(given, what)]
+        kinds += names * check_integer(times, what, 1, MOST_LAYERS)
         if len(kinds) > MOST_LAYERS * 2:
-            raise ModelError(f"{what}={shown(config.items('attention_types'))}: more than {MOST_LAYERS} layers")
+            raise ModelError(f"{what}={short_repr(config.items('attention_types'))}: more than {MOST_LAYERS} layers")
     return kinds
 
 
@@ -87,9 +87,9 @@ def gpt_bigcode(config: Config) -> DecoderSpec:
     heads = attention(
         config,
         rope=-1,
-        kv_heads=1 if config.flag("multi_query") else config.heads,
+        kv_heads=1 if config.get_bool("multi_query") else config.heads,
         head_dim=dim,
-        scale=dim**-0.5 if config.flag("scale_attn_weights") else 1.0,
+        scale=dim**-0.5 if config.get_bool("scale_attn_weights") else 1.0,
         bias=True,
     )
     mlp = plain(config, config.size("n_inner", 4 * config.hidden), "activation_function")

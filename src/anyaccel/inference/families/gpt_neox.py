@@ -19,9 +19,9 @@ def gpt_neox(config: Config) -> DecoderSpec:
     dim = own_head_dim(config)
     layer = pre_norm(
         norm,
-        attention(config, kv_heads=config.heads, head_dim=dim, bias=config.flag("attention_bias")),
+        attention(config, kv_heads=config.heads, head_dim=dim, bias=config.get_bool("attention_bias")),
         plain(config, config.size("intermediate_size"), "hidden_act"),
-        parallel=config.flag("use_parallel_residual"),
+        parallel=config.get_bool("use_parallel_residual"),
     )
     return decoder(config, [layer] * config.layers, norm, (rope(config, dim, partial=True),))
 
@@ -67,7 +67,7 @@ FAMILIES = {
 
 def _gguf_gpt_neox(values: Metadata, config: dict[str, Any]) -> None:
     config["hidden_act"] = "gelu"
-    config["use_parallel_residual"] = values.flag("use_parallel_residual", True)
+    config["use_parallel_residual"] = values.get_bool("use_parallel_residual", True)
     config["attention_bias"] = values.has_tensor("blk.0.attn_qkv.bias")
 
 

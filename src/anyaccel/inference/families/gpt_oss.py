@@ -40,7 +40,7 @@ def gpt_oss(config: Config) -> DecoderSpec:
         router_bias=True,
     )
     norm = rms(config)
-    bias = config.flag("attention_bias")
+    bias = config.get_bool("attention_bias")
     layers = [
         pre_norm(norm, attention(config, window=window, bias=bias, sinks=True), moe)
         for window in windows(config, config.layer_types(lambda index: index % 2 == 0))

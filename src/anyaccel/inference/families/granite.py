@@ -26,8 +26,8 @@ from anyaccel.inference.spec.mapping import stacked
 def granite(config: Config, mlp: Mlp | Moe | None = None) -> DecoderSpec:
     """Llama with factors on embedding, residuals, scores and logits."""
     norm = rms(config)
-    scores = attention(config, bias=config.flag("attention_bias"), scale=config.number("attention_multiplier"))
-    mlp = mlp or gated(config, config.flag("mlp_bias"))
+    scores = attention(config, bias=config.get_bool("attention_bias"), scale=config.number("attention_multiplier"))
+    mlp = mlp or gated(config, config.get_bool("mlp_bias"))
     layer = pre_norm(norm, scores, mlp, residual_scale=config.number("residual_multiplier"))
     return decoder(
         config,

@@ -36,63 +36,67 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
 from anyaccel.inference.spec.mapping import plus_one
-from anyaccel.outside import Values, flag
+from anyaccel.validation import Fields, check_bool
 
 
 def llama(config: Config) -> DecoderSpec:
-    return llama_like(config, mlp=gated(config, config.flag("mlp_bias")), bias=config.flag("attention_bias"))
+    return llama_like(config, mlp=gated(config, config.get_bool("mlp_bias")), bias=config.get_bool("attention_bias"))
 
 
 def seed_oss(config: Config) -> DecoderSpec:
-    mlp = gated(config, config.flag("mlp_bias"))
-    return llama_like(config, mlp=mlp, bias=config.flag("attention_bias"), out_bias=config.flag("attention_out_bias"))
+    mlp = gated(config, config.get_bool("mlp_bias"))
+    return llama_like(
+        config, mlp=mlp, bias=config.get_bool("attention_bias"), out_bias=config.get_bool("attention_out_bias")
+    )
 
 
 def arcee(config: Config) -> DecoderSpec:
-    mlp = plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias"))
-    return llama_like(config, mlp=mlp, bias=config.flag("attention_bias"))
+    mlp = plain(config, config.size("intermediate_size"), "hidden_act", config.get_bool("mlp_bias"))
+    return llama_like(config, mlp=mlp, bias=config.get_bool("attention_bias"))
 
 
 def ernie(config: Config) -> DecoderSpec:
-    bias = config.flag("use_bias")
+    bias = config.get_bool("use_bias")
     spec = llama_like(config, mlp=gated(config, bias), bias=bias)
     return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
 
 
 def helium(config: Config) -> DecoderSpec:
-    mlp = gated(config, config.flag("mlp_bias"))
-    spec = llama_like(config, mlp=mlp, bias=config.flag("attention_bias"), out_bias=False)
+    mlp = gated(config, config.get_bool("mlp_bias"))
+    spec = llama_like(config, mlp=mlp, bias=config.get_bool("attention_bias"), out_bias=False)
     return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
 
 
 def hunyuan(config: Config) -> DecoderSpec:
     parameters = rope_parameters(config)
     dim = config.head_dim
-    given = Values(parameters, "config: rope_parameters: ")
+    given = Fields(parameters, "config: rope_parameters: ")
     alpha = given.number("alpha", 0.0, minimum=0.0) if dim > 2 else 0.0
     if parameters["rope_type"] == "dynamic" and alpha:  # static all the same
         parameters["rope_theta"] = given.number("rope_theta", above=0.0) * alpha ** (dim / (dim - 2))
         parameters["rope_type"] = "default"
     norm = rms(config)
-    heads = attention(config, bias=config.flag("attention_bias"), qk_norm=QkNorm(norm, after_rope=True))
+    heads = attention(config, bias=config.get_bool("attention_bias"), qk_norm=QkNorm(norm, after_rope=True))
     layers = [pre_norm(norm, heads, gated(config))] * config.layers
     return decoder(config, layers, norm, (rope(config, dim, parameters=parameters),))
 
 
 def smollm3(config: Config) -> DecoderSpec:
     """Llama, some of whose layers have no positions."""
-    rotate = [flag(each, f"config: no_rope_layers[{at}]") for at, each in enumerate(config.items("no_rope_layers"))]
+    rotate = [
+        check_bool(each, f"config: no_rope_layers[{at}]") for at, each in enumerate(config.items("no_rope_layers"))
+    ]
     if rotate and len(rotate) < config.layers:
         raise ModelError(f"config: {len(rotate)} no_rope_layers for {config.layers} layers")
     if not rotate:
         interval = config.integer("no_rope_layer_interval")
         rotate = [(index + 1) % interval != 0 for index in range(config.layers)]
     each_window = [0] * config.layers
-    if config.flag("use_sliding_window"):
+    if config.get_bool("use_sliding_window"):
         each_window = windows(config, config.layer_types(lambda index: not rotate[index]))
     norm = rms(config)
-    bias = config.flag("attention_bias")
-    mlp = gated(config, config.flag("mlp_bias"))
+    bias = config.get_bool("attention_bias")
+    mlp = gated(config, config.get_bool("mlp_bias"))
     layers = [
         pre_norm(norm, attention(config, rope=0 if rotate[index] else -1, window=each_window[index], bias=bias), mlp)
         for index in range(config.layers)
@@ -104,8 +108,8 @@ def nemotron(config: Config) -> DecoderSpec:
     norm = layer_norm(config, "norm_eps")
     layer = pre_norm(
         norm,
-        attention(config, bias=config.flag("attention_bias")),
-        plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias")),
+        attention(config, bias=config.get_bool("attention_bias")),
+        plain(config, config.size("intermediate_size"), "hidden_act", config.get_bool("mlp_bias")),
     )
     return decoder(config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True),))
 
@@ -232,7 +236,7 @@ FAMILIES = {
 
 
 def _llama_or_mixtral(values: Metadata) -> Architecture:
-    return GGUF_MIXTRAL if values.whole("expert_count", 0) else GGUF_LLAMA_DENSE
+    return GGUF_MIXTRAL if values.get_int("expert_count", 0) else GGUF_LLAMA_DENSE
 
 
 def _gguf_smollm3(values: Metadata, config: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import stacked
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 
 def mistral(config: Config) -> DecoderSpec:
@@ -45,10 +45,10 @@ def ministral(config: Config) -> DecoderSpec:
 def ministral3(config: Config) -> DecoderSpec:
     """Mistral, whose queries grow beyond the context of the pretraining: that part is left out, and so forbidden."""
     spec = llama_like(config, [config.window()] * config.layers)
-    parameters = Values(rope_parameters(config), "config: rope_parameters: ")
+    parameters = Fields(rope_parameters(config), "config: rope_parameters: ")
     if not parameters.number("llama_4_scaling_beta", 0.0):
         return spec
-    return dataclasses.replace(spec, max_tokens=parameters.whole("original_max_position_embeddings", minimum=1))
+    return dataclasses.replace(spec, max_tokens=parameters.get_int("original_max_position_embeddings", minimum=1))
 
 
 def mixtral(config: Config) -> DecoderSpec:

@@ -10,7 +10,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.quantised import METHODS, method_of
 from anyaccel.inference.spec.decoder import Activation
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import MOST, Values, shown, text
+from anyaccel.validation import MAX_INT, Fields, check_text, short_repr
 
 # Names in transformers' activations.py -> the runtime's.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -35,7 +35,7 @@ _MOST_VALUES = 1 << 20  # of a row or a column
 _OLD_LAYER_TYPES = {"attention": "full_attention"}
 
 
-class Config(Values):
+class Config(Fields):
     """A config as transformers would see it: missing values are the family's defaults, `null` stays None."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
@@ -50,7 +50,7 @@ class Config(Values):
         if values.get("per_layer_config"):
             raise Unsupported("per_layer_config (layers of different sizes)")
         quantisation = self.mapping("quantization_config")
-        if quantisation.known() and not quantisation.flag("dequantize"):
+        if quantisation.known() and not quantisation.get_bool("dequantize"):
             method = method_of(quantisation)
             if method not in METHODS:
                 raise Unsupported(f"quantization {method!r}")
@@ -58,22 +58,22 @@ class Config(Values):
     def _value(self, name: str) -> Any:
         return super()._value(self._aliases.get(name, name))
 
-    def integer(self, name: str, minimum: int = 1, maximum: int = MOST) -> int:
+    def integer(self, name: str, minimum: int = 1, maximum: int = MAX_INT) -> int:
         """A whole number that must be there."""
-        return self.whole(name, None, minimum, maximum)
+        return self.get_int(name, None, minimum, maximum)
 
-    def integer_or(self, name: str, default: int, minimum: int = 1, maximum: int = MOST) -> int:
+    def integer_or(self, name: str, default: int, minimum: int = 1, maximum: int = MAX_INT) -> int:
         """As `integer`, `default` when missing or null."""
-        return self.whole(name, default, minimum, maximum)
+        return self.get_int(name, default, minimum, maximum)
 
     def size(self, name: str, default: int | None = None) -> int:
         """A dimension of the model's matrices: rows, columns, values of a head."""
-        return self.whole(name, default, 1, _MOST_VALUES)
+        return self.get_int(name, default, 1, _MOST_VALUES)
 
     def activation(self, name: str = "hidden_act") -> Activation:
         value = self.text(name)
         if value not in _ACTIVATIONS:
-            raise Unsupported(f"{name} {shown(value)}")
+            raise Unsupported(f"{name} {short_repr(value)}")
         return _ACTIVATIONS[value]
 
     @property
@@ -109,11 +109,11 @@ class Config(Values):
         ]
         if len(given) < self.layers:
             raise ModelError(f"config: {len(given)} layer_types for {self.layers} layers")
-        types = [text(kind, f"config: layer_types[{index}]") for index, kind in enumerate(given[: self.layers])]
+        types = [check_text(kind, f"config: layer_types[{index}]") for index, kind in enumerate(given[: self.layers])]
         types = [_OLD_LAYER_TYPES.get(kind, kind) for kind in types]
         for kind in types:
             if kind not in _LAYER_TYPES:
-                raise Unsupported(f"layer type {shown(kind)}")
+                raise Unsupported(f"layer type {short_repr(kind)}")
         return types
 
     def window(self) -> int:
@@ -124,4 +124,4 @@ class Config(Values):
         """Raise for each option that is set."""
         for name in names:
             if self._value(name):
-                raise Unsupported(f"{name}={shown(self._value(name))}")
+                raise Unsupported(f"{name}={short_repr(self._value(name))}")

@@ -12,7 +12,7 @@ from anyaccel.inference.families.gguf import Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp
 from anyaccel.inference.spec.mapping import Names, Unsupported
-from anyaccel.outside import shown
+from anyaccel.validation import short_repr
 
 
 def mpt(config: Config) -> DecoderSpec:
@@ -28,9 +28,9 @@ def mpt(config: Config) -> DecoderSpec:
     }
     for name, value in wanted.items():
         if given.get(name, value) != value:
-            raise Unsupported(f"attn_config {name}={shown(given[name])}")
+            raise Unsupported(f"attn_config {name}={short_repr(given[name])}")
     config.refuse("logit_scale")
-    no_bias, ratio = config.flag("no_bias"), config.integer("expansion_ratio")
+    no_bias, ratio = config.get_bool("no_bias"), config.integer("expansion_ratio")
     if not no_bias or ratio != 4:
         raise Unsupported(f"no_bias={no_bias} with expansion_ratio={ratio}")
     dim = own_head_dim(config)

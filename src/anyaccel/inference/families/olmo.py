@@ -41,13 +41,13 @@ def olmo(config: Config) -> DecoderSpec:
     """Norms without weights; values clamped after the projections."""
     norm = Norm("layer", 1e-5, weight=False)
     clip = config.number("clip_qkv", 0.0, minimum=0.0)
-    return llama_like(config, norm=norm, bias=config.flag("attention_bias"), clip=clip)
+    return llama_like(config, norm=norm, bias=config.get_bool("attention_bias"), clip=clip)
 
 
 def _olmo2(config: Config, each_window: list[int], ropes: tuple[Rope, ...]) -> DecoderSpec:
     """Norms after attention and MLP only; queries and keys are normed over all heads."""
     norm = rms(config)
-    bias = config.flag("attention_bias")
+    bias = config.get_bool("attention_bias")
     layers = [
         Layer(
             attention(config, rope=min(window, len(ropes) - 1), window=window, bias=bias, qk_norm=QkNorm(norm, True)),
@@ -75,8 +75,8 @@ def olmo3(config: Config) -> DecoderSpec:
 def olmoe(config: Config) -> DecoderSpec:
     config.refuse("clip_qkv")  # after the norms here
     norm = rms(config)
-    heads = attention(config, bias=config.flag("attention_bias"), qk_norm=QkNorm(norm, across=True))
-    moe = mixture(config, "num_experts", gated(config), normalise=config.flag("norm_topk_prob"))
+    heads = attention(config, bias=config.get_bool("attention_bias"), qk_norm=QkNorm(norm, across=True))
+    moe = mixture(config, "num_experts", gated(config), normalise=config.get_bool("norm_topk_prob"))
     layers = [pre_norm(norm, heads, moe)] * config.layers
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
 

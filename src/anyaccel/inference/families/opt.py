@@ -8,24 +8,24 @@ from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec, Norm
 from anyaccel.inference.spec.mapping import Base, Names, Unsupported
-from anyaccel.outside import MOST
+from anyaccel.validation import MAX_INT
 
 
 def opt(config: Config) -> DecoderSpec:
-    if not config.flag("do_layer_norm_before"):
+    if not config.get_bool("do_layer_norm_before"):
         raise Unsupported("do_layer_norm_before=False (OPT-350M's norms after the residual)")
     if config.integer_or("word_embed_proj_dim", config.hidden) != config.hidden:
         raise Unsupported("word_embed_proj_dim (projections beside the embedding)")
-    affine = config.flag("layer_norm_elementwise_affine")
+    affine = config.get_bool("layer_norm_elementwise_affine")
     norm = Norm("layer", 1e-5, weight=affine, bias=affine)
-    bias = config.flag("enable_bias")
+    bias = config.get_bool("enable_bias")
     layer = pre_norm(
         norm,
         attention(config, rope=-1, kv_heads=config.heads, head_dim=own_head_dim(config), bias=bias),
         plain(config, config.size("ffn_dim"), "activation_function", bias),
     )
-    longest = config.integer("max_position_embeddings", maximum=MOST - 2)
-    final = None if config.flag("_remove_final_layer_norm") else norm
+    longest = config.integer("max_position_embeddings", maximum=MAX_INT - 2)
+    final = None if config.get_bool("_remove_final_layer_norm") else norm
     return decoder(config, [layer] * config.layers, final, positions=longest + 2, position_offset=2)
 
 

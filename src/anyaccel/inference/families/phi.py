@@ -39,7 +39,7 @@ def phi(config: Config) -> DecoderSpec:
     """Phi-1, Phi-1.5 and Phi-2: attention and MLP side by side after one norm."""
     norm = layer_norm(config, "layer_norm_eps")
     layer = Layer(
-        attention(config, bias=True, qk_norm=QkNorm(norm) if config.flag("qk_layernorm") else None),
+        attention(config, bias=True, qk_norm=QkNorm(norm) if config.get_bool("qk_layernorm") else None),
         plain(config, config.size("intermediate_size"), "hidden_act"),
         attn_norm=norm,
         parallel=True,

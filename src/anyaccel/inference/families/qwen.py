@@ -33,13 +33,13 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe, QkNorm
 from anyaccel.inference.spec.mapping import stacked
-from anyaccel.outside import whole
+from anyaccel.validation import check_integer
 
 
 def _qwen_windows(config: Config) -> list[int]:
     first = config.integer("max_window_layers", minimum=0)
     types = config.layer_types(lambda index: index >= first)
-    return windows(config, types) if config.flag("use_sliding_window") else [0] * config.layers
+    return windows(config, types) if config.get_bool("use_sliding_window") else [0] * config.layers
 
 
 def qwen2(config: Config) -> DecoderSpec:
@@ -47,14 +47,14 @@ def qwen2(config: Config) -> DecoderSpec:
 
 
 def qwen3(config: Config) -> DecoderSpec:
-    bias = config.flag("attention_bias")
+    bias = config.get_bool("attention_bias")
     return llama_like(config, _qwen_windows(config), bias=bias, qk_norm=QkNorm(rms(config)))
 
 
 def _sparse(config: Config, moe: Moe, dense: Mlp) -> list[Mlp | Moe]:
     """Qwen's choice of the layers with experts."""
     step = config.integer("decoder_sparse_step")
-    only = [whole(each, "config: mlp_only_layers") for each in config.items("mlp_only_layers")]
+    only = [check_integer(each, "config: mlp_only_layers") for each in config.items("mlp_only_layers")]
     return [moe if index not in only and (index + 1) % step == 0 else dense for index in range(config.layers)]
 
 
@@ -63,17 +63,17 @@ def qwen2_moe(config: Config) -> DecoderSpec:
         config,
         "num_experts",
         gated(config, features="moe_intermediate_size"),
-        normalise=config.flag("norm_topk_prob"),
+        normalise=config.get_bool("norm_topk_prob"),
         shared=gated(config, features="shared_expert_intermediate_size"),
         shared_gate=True,
     )
     each_window = [0] * config.layers
-    if config.flag("use_sliding_window"):
+    if config.get_bool("use_sliding_window"):
         last = config.integer("max_window_layers", minimum=0)
         each_window = windows(config, config.layer_types(lambda index: index % 2 == 0 and index < last))
     norm = rms(config)
     layers = [
-        pre_norm(norm, attention(config, window=window, bias=config.flag("qkv_bias"), out_bias=False), mlp)
+        pre_norm(norm, attention(config, window=window, bias=config.get_bool("qkv_bias"), out_bias=False), mlp)
         for window, mlp in zip(each_window, _sparse(config, moe, gated(config)), strict=True)
     ]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
@@ -81,12 +81,12 @@ def qwen2_moe(config: Config) -> DecoderSpec:
 
 def qwen3_moe(config: Config) -> DecoderSpec:
     expert = gated(config, features="moe_intermediate_size")
-    moe = mixture(config, "num_experts", expert, normalise=config.flag("norm_topk_prob"))
+    moe = mixture(config, "num_experts", expert, normalise=config.get_bool("norm_topk_prob"))
     norm = rms(config)
     heads = attention(
         config,
-        window=config.window() if config.flag("use_sliding_window") else 0,
-        bias=config.flag("attention_bias"),
+        window=config.window() if config.get_bool("use_sliding_window") else 0,
+        bias=config.get_bool("attention_bias"),
         qk_norm=QkNorm(norm),
     )
     layers = [pre_norm(norm, heads, mlp) for mlp in _sparse(config, moe, gated(config))]

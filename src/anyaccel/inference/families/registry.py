@@ -15,7 +15,7 @@ from anyaccel.inference import families
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import Architecture
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import shown
+from anyaccel.validation import short_repr
 
 # By Hugging Face's model_type, and by GGUF's name of an architecture.
 FAMILIES: dict[str, Family] = {}
@@ -37,5 +37,5 @@ def family_of(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise Unsupported(f"model_type {shown(kind)}")
+        raise Unsupported(f"model_type {short_repr(kind)}")
     return family

@@ -16,7 +16,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import Rope
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import Values, shown
+from anyaccel.validation import Fields, short_repr
 
 DEFAULT_THETA = 10000.0
 _WHERE = "config: rope_parameters: "
@@ -57,7 +57,7 @@ def _object(config: Config, name: str) -> dict[str, Any]:
 def _completed(config: Config, parameters: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise Unsupported("rope_parameters by layer type in this family")
-    given = Values(parameters, _WHERE)
+    given = Fields(parameters, _WHERE)
     parameters["rope_type"] = given.text("rope_type", "") or given.text("type", "") or "default"
     for name, default in (("rope_theta", DEFAULT_THETA), ("partial_rotary_factor", 1.0)):
         if not given.has(name):
@@ -90,7 +90,7 @@ def rope(
         Unsupported: a rope type that the runtime lacks.
         ModelError: a parameter is missing or impossible.
     """
-    given = Values(rope_parameters(config) if parameters is None else parameters, _WHERE)
+    given = Fields(rope_parameters(config) if parameters is None else parameters, _WHERE)
     kind = given.text("rope_type")
     factor = 1.0
     if partial and kind != "proportional":
@@ -110,11 +110,11 @@ def rope(
         "proportional": _proportional,
     }
     if kind not in variants:
-        raise Unsupported(f"rope_type {shown(kind)}")
+        raise Unsupported(f"rope_type {short_repr(kind)}")
     values = variants[kind](config, given, dim)
     for name in ("inv_freq", "long_inv_freq"):
         if not all(map(math.isfinite, values.get(name, ()))):
-            raise ModelError(f"config: rope_parameters={shown(given.known())} give infinite frequencies")
+            raise ModelError(f"config: rope_parameters={short_repr(given.known())} give infinite frequencies")
     return Rope(**values, interleaved=interleaved, first=first)
 
 
@@ -123,20 +123,20 @@ def _powers(theta: float, dim: int, over: int | None = None) -> list[float]:
     return [_f32(math.pow(_f32(theta), _f32(i / (over or dim)))) for i in range(0, dim, 2)]
 
 
-def _frequencies(parameters: Values, dim: int) -> list[float]:
+def _frequencies(parameters: Fields, dim: int) -> list[float]:
     return [_f32(1.0 / power) for power in _powers(parameters.number("rope_theta", above=0.0), dim)]
 
 
-def _default(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _default(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     return {"inv_freq": tuple(_frequencies(parameters, dim))}
 
 
-def _linear(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _linear(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     factor = _f32(parameters.number("factor", above=0.0))
     return {"inv_freq": tuple(_f32(frequency / factor) for frequency in _frequencies(parameters, dim))}
 
 
-def _proportional(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _proportional(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     """Gemma 4: the frequencies of a full rotation, all but the first ones zero."""
     factor = _f32(parameters.number("factor", 1.0, above=0.0))
     rotated = int(parameters.number("partial_rotary_factor", above=0.0, maximum=1.0) * dim // 2)
@@ -145,7 +145,7 @@ def _proportional(config: Config, parameters: Values, dim: int) -> dict[str, Any
     return {"inv_freq": tuple(frequencies + [0.0] * (dim // 2 - rotated))}
 
 
-def _dynamic(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _dynamic(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     if dim < 4:
         raise ModelError(f"config: rope_type 'dynamic' needs more than {dim} rotated values")
     return {
@@ -156,16 +156,16 @@ def _dynamic(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
     }
 
 
-def _context_ratio(config: Config, parameters: Values) -> float:
+def _context_ratio(config: Config, parameters: Fields) -> float:
     """`factor`, or how much longer the context is than the one of the pretraining."""
     if parameters.has("factor"):
         return parameters.number("factor", above=0.0)
     return config.integer("max_position_embeddings") / _original(parameters)
 
 
-def _original(parameters: Values) -> int:
+def _original(parameters: Fields) -> int:
     """The context of the pretraining."""
-    return parameters.whole("original_max_position_embeddings", minimum=1)
+    return parameters.get_int("original_max_position_embeddings", minimum=1)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -173,7 +173,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _yarn(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _yarn(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     """Peng et al., "YaRN", 2023."""
     factor = _context_ratio(config, parameters)
     if parameters.has("attention_factor"):
@@ -191,7 +191,7 @@ def _yarn(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
 
     low = boundary(parameters.number("beta_fast", 0.0, minimum=0.0) or 32)
     high = boundary(parameters.number("beta_slow", 0.0, minimum=0.0) or 1)
-    if parameters.flag("truncate", True):
+    if parameters.get_bool("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -205,7 +205,7 @@ def _yarn(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
     return {"inv_freq": tuple(frequencies), "scale": scale}
 
 
-def _longrope(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _longrope(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     """Ding et al., "LongRoPE", 2024."""
     factor = _context_ratio(config, parameters)
     original = _original(parameters)
@@ -229,7 +229,7 @@ def _longrope(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
     }
 
 
-def _llama3(config: Config, parameters: Values, dim: int) -> dict[str, Any]:
+def _llama3(config: Config, parameters: Fields, dim: int) -> dict[str, Any]:
     """Llama 3.1: long wavelengths are stretched, short ones are not, those between a part of it."""
     names = ("factor", "low_freq_factor", "high_freq_factor")
     factor, low, high = (parameters.number(name, above=0.0) for name in names)

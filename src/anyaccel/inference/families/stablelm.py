@@ -26,15 +26,15 @@ from anyaccel.inference.spec.mapping import At, Part, Rule, Unsupported
 def stablelm(config: Config) -> DecoderSpec:
     norm = layer_norm(config, "layer_norm_eps")
     dim = own_head_dim(config)
-    parallel = config.flag("use_parallel_residual")
+    parallel = config.get_bool("use_parallel_residual")
     qk_norm = QkNorm(layer_norm(config, "layer_norm_eps", bias=False), own_weights=True)
     layer = Layer(
         attention(
             config,
             head_dim=dim,
-            bias=config.flag("use_qkv_bias"),
+            bias=config.get_bool("use_qkv_bias"),
             out_bias=False,
-            qk_norm=qk_norm if config.flag("qk_layernorm") else None,
+            qk_norm=qk_norm if config.get_bool("qk_layernorm") else None,
         ),
         gated(config),
         attn_norm=norm,

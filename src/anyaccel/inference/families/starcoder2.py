@@ -15,7 +15,7 @@ from anyaccel.inference.spec.decoder import DecoderSpec
 
 def starcoder2(config: Config) -> DecoderSpec:
     norm = layer_norm(config, "norm_epsilon")
-    bias = config.flag("use_bias")
+    bias = config.get_bool("use_bias")
     layer = pre_norm(
         norm,
         attention(config, window=config.window(), bias=bias),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from anyaccel.inference.checkpoints.sources import Tensor, TensorSource
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 _IMAGES, _SOUND = "no image", "no sound"
 # model_type -> what it reads beside text.
@@ -98,16 +98,16 @@ def text_part(config: Mapping[str, Any], has_head: bool) -> dict[str, Any] | Non
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READS:
         return None
-    outer = Values(config, "config: ")
+    outer = Fields(config, "config: ")
     part = outer.mapping("text_config")
     values = part.known() or {name: value for name, value in config.items() if name != "vision_config"}
-    own = Values(values, part.where).text("model_type", _DEFAULTS.get(kind, "llama"))
+    own = Fields(values, part.where).text("model_type", _DEFAULTS.get(kind, "llama"))
     found = {name: value for name, value in values.items() if name != "architectures"}
     found |= {name: config[name] for name in _OUTER if outer.has(name)}
-    tied = outer if outer.has("tie_word_embeddings") else Values(values, part.where)
-    found["tie_word_embeddings"] = not has_head or tied.flag("tie_word_embeddings")
+    tied = outer if outer.has("tie_word_embeddings") else Fields(values, part.where)
+    found["tie_word_embeddings"] = not has_head or tied.get_bool("tie_word_embeddings")
     for name in ("rope_scaling", "rope_parameters"):
-        rope = Values(values, part.where).mapping(name).known() if name in values else {}
+        rope = Fields(values, part.where).mapping(name).known() if name in values else {}
         if "mrope_section" in rope:  # positions of three kinds, which are all the same for text
             kept = {each: value for each, value in rope.items() if not each.startswith("mrope")}
             found[name] = kept | {"type": "default", "rope_type": "default"}

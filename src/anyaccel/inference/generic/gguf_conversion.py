@@ -17,7 +17,7 @@ from anyaccel.inference.checkpoints.counts import check_gguf
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.gguf_unused import check_all_used
 from anyaccel.inference.text.gguf_conversion import convert_tokenizer, location, one_reader
-from anyaccel.outside import told
+from anyaccel.validation import error_text
 
 
 def converted(source: Path, announce: Callable[[str], object] | None = None) -> Path:
@@ -81,7 +81,7 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
                     **location(source), config=config, dtype=torch.float32, output_loading_info=True
                 )
     except Exception as error:  # a damaged file may cause any error
-        raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
+        raise ModelError(f"{source}: transformers cannot read this GGUF file ({error_text(error)})") from error
     model, info = loaded
     tensors = GgufSource(source)
     check_all_used(tensors, set(tensors.names()) - set(unread))

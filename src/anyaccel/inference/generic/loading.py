@@ -24,7 +24,7 @@ from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.checkpoints.torch_files import Checkpoint
 from anyaccel.inference.generic.gguf_conversion import converted, pad_within_vocabulary
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource
-from anyaccel.outside import Values, read_json, shown, told
+from anyaccel.validation import Fields, error_text, read_json, short_repr
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -84,7 +84,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     except ModelError:
         raise
     except Exception as error:  # a configuration can be wrong in any way
-        raise ModelError(f"{folder}: transformers cannot build this model ({told(error)})") from error
+        raise ModelError(f"{folder}: transformers cannot build this model ({error_text(error)})") from error
     return model
 
 
@@ -132,7 +132,7 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
         if native.generation_config:
             model.generation_config = GenerationConfig.from_dict(native.generation_config)
     except Exception as error:  # a configuration can be wrong in any way
-        raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
+        raise ModelError(f"{path}: transformers cannot build this model ({error_text(error)})") from error
     return model
 
 
@@ -147,12 +147,12 @@ def _configuration(values: Mapping[str, Any]) -> Any:
 
 def check_dtype(given: Any, where: str) -> None:
     """Raise ModelError for a dtype in config.json that torch does not have, for which transformers would fail."""
-    config = Values(given, where)
+    config = Fields(given, where)
     for values in (config, config.mapping("text_config")):
         name = "dtype" if values.has("dtype") else "torch_dtype"
         given = values.required(name) if values.has(name) else None
         if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
-            raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
+            raise ModelError(f"{values.where}{name}={short_repr(given)}: torch has no such dtype; bfloat16 is usual")
 
 
 def _own_class(config: Any) -> Any:
@@ -315,7 +315,7 @@ def _load_whole(folder: Path, model: Any, checkpoint: Checkpoint) -> nn.Module:
         loaded: Any = type(model).from_pretrained(where, **options)
         whole, info = loaded
     except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({told(error)})") from error
+        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({error_text(error)})") from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ModelError(f"{folder}: the checkpoint lacks {len(names)} weights, for example {names[0]!r}")

@@ -11,8 +11,8 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.native.runtime import check_memory
-from anyaccel.numerals import whole_number
-from anyaccel.outside import shown
+from anyaccel.numerals import to_integer
+from anyaccel.validation import short_repr
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -37,7 +37,7 @@ def generate_batch(
         raise UsageError("stop_strings: generate_batch has no tokenizer for them; use generate(..., tokenizer=...)")
     if record_timestamps:
         raise UsageError("record_timestamps: not known to the native runtime; leave it out")
-    new = config.max_new_tokens if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens)
+    new = config.max_new_tokens if max_new_tokens is None else to_integer("max_new_tokens", max_new_tokens)
     new = 20 if new is None else new  # as in transformers
     copies = config.num_return_sequences or 1
     found: dict[str, Any] = {}
@@ -58,8 +58,8 @@ def generate_batch(
 def _prompt(index: int, tokens: Any) -> list[int]:
     several = tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
     if not isinstance(several, list | tuple) or not several:
-        raise UsageError(f"inputs[{index}]={shown(tokens)}: must be a list of at least one token id")
-    return [whole_number(f"a token of inputs[{index}]", token) for token in several]
+        raise UsageError(f"inputs[{index}]={short_repr(tokens)}: must be a list of at least one token id")
+    return [to_integer(f"a token of inputs[{index}]", token) for token in several]
 
 
 def _batches(native: NativeModel, lengths: Sequence[int], copies: int, new: int) -> Iterator[list[int]]:

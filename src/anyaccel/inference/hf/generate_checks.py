@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.numerals import whole_number
-from anyaccel.outside import shown
+from anyaccel.numerals import to_integer
+from anyaccel.validation import short_repr
 
 _MOST = 2**31 - 1
 _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -35,7 +35,7 @@ _REALS = ("guidance_scale", "length_penalty", "diversity_penalty", "epsilon_cuto
 
 
 def _must_be_error(name: str, value: Any, must: str) -> UsageError:
-    return UsageError(f"{name}={shown(value)}: must be {must}")
+    return UsageError(f"{name}={short_repr(value)}: must be {must}")
 
 
 def _is_whole(value: Any) -> bool:
@@ -70,7 +70,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         if name in _COUNTS:
             least, most = _COUNTS[name]
             if not _is_whole(value):
-                raise UsageError(f"{name}={shown(value)}: must be a whole number")
+                raise UsageError(f"{name}={short_repr(value)}: must be a whole number")
             if operator.index(value) < least:
                 raise _must_be_error(name, value, f"at least {least}")
             if most is not None and operator.index(value) > most:
@@ -106,7 +106,7 @@ def check_input_ids(value: Any) -> None:
     """Raise UsageError unless `value` is a dense integer tensor [rows, tokens] with values."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(
-            f"input_ids={shown(value)}: must be a tensor of shape [rows, tokens], got {type(value).__name__}"
+            f"input_ids={short_repr(value)}: must be a tensor of shape [rows, tokens], got {type(value).__name__}"
         )
     if value.layout != torch.strided or value.is_meta:
         where = "on the meta device" if value.is_meta else f"of layout {value.layout}"
@@ -183,9 +183,9 @@ def sampling_options(**given: Any) -> dict[str, Any]:
         if value is None or (name in warpers and not sample):
             values.pop(name, None)
         elif isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
-            raise UsageError(f"{name}={shown(value)}: {text}")
+            raise UsageError(f"{name}={short_repr(value)}: {text}")
         elif name in whole:
-            values[name] = whole_number(name, value)
+            values[name] = to_integer(name, value)
     if "no_repeat_ngram_size" in values:
         values["no_repeat_ngram"] = values.pop("no_repeat_ngram_size")
     return values

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anyaccel import comm, env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
-from anyaccel.comm.heartbeat import heartbeat_of
+from anyaccel.comm.heartbeat import get_heartbeat
 from anyaccel.errors import UsageError
 from anyaccel.inference.native.loading_watch import LoadingRanks
 from anyaccel.inference.native.rendezvous import connect_ranks
@@ -92,7 +92,7 @@ def _connect(
     On several hosts the ranks watch each other: a load may take as long as it needs, and a rank that ends, is stopped
     or hangs meanwhile is named.
     """
-    heartbeat = heartbeat_of(group, hosts)
+    heartbeat = get_heartbeat(group, hosts)
     ranks = None
     if heartbeat is not None:
         ranks = LoadingRanks(heartbeat, group.rank(), env.ANYACCEL_COMM_TIMEOUT.get())

@@ -23,7 +23,7 @@ from anyaccel.inference.hf.generate_checks import check_arguments, check_input_i
 from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.hf.snapshot import Snapshot, free_weights, refuse_state_dict
 from anyaccel.inference.modules.adapters import WithoutAdapters
-from anyaccel.outside import shown
+from anyaccel.validation import short_repr
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -147,7 +147,8 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
                 if name not in kinds or ("mm_encoder_outputs" in kinds and not bool(torch.as_tensor(value).any())):
                     continue
             raise UsageError(
-                f"{name}={shown(value)}: an argument that the native runtime does not know; leave it out, or {_ADVICE}"
+                f"{name}={short_repr(value)}: an argument that the native runtime does not know; leave it out, or "
+                f"{_ADVICE}"
             )
 
     def _logits(
@@ -414,7 +415,7 @@ def _check_cache_positions(cache: NativeCache, cache_position: torch.Tensor | No
     past = cache.get_seq_length()
     if cache_position is not None and cache_position.tolist() != list(range(past, past + tokens)):
         raise UsageError(
-            f"cache_position={shown(cache_position)}: new tokens follow the cached ones, here from {past} to "
+            f"cache_position={short_repr(cache_position)}: new tokens follow the cached ones, here from {past} to "
             f"{past + tokens - 1}; leave it out, or {_ADVICE}"
         )
 

@@ -16,7 +16,7 @@ from anyaccel.inference.checkpoints.model_path import check_language_model, chec
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorSource, TensorView, folder_source
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.outside import read_json
+from anyaccel.validation import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
-from anyaccel.outside import read_json
+from anyaccel.validation import read_json
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel

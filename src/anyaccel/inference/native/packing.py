@@ -26,7 +26,7 @@ from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, 
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
-from anyaccel.outside import told
+from anyaccel.validation import error_text
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -270,7 +270,7 @@ class Plan:
                     if isinstance(error, ModelError):
                         raise
                     raise ModelError(
-                        f"{part.tensor.where}: cannot be packed as {shape.format} ({told(error)})"
+                        f"{part.tensor.where}: cannot be packed as {shape.format} ({error_text(error)})"
                     ) from error
                 at += len(chunk)
                 if isinstance(part.tensor, TensorView):

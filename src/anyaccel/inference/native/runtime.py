@@ -25,7 +25,7 @@ from anyaccel.inference.native.saving import Saving
 from anyaccel.inference.options import DEFAULTS, ModelOptions
 from anyaccel.inference.spec.decoder import PAGE, DecoderSpec
 from anyaccel.inference.spec.stored import with_specs
-from anyaccel.outside import Values, line, text
+from anyaccel.validation import Fields, check_text, one_line
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -285,11 +285,11 @@ def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None) -> Chec
 
     path = Path(model).expanduser()
     checkpoint = read_checkpoint(path)
-    given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
-    kinds = [text(kind, f"{path}: config: architectures") for kind in given]
+    given = Fields(checkpoint.config, f"{path}: config: ").items("architectures")
+    kinds = [check_text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
-        check_head(path, checkpoint, line(kinds[0]))
-        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, line(", ".join(kinds)))
+        check_head(path, checkpoint, one_line(kinds[0]))
+        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, one_line(", ".join(kinds)))
     return checkpoint
 
 

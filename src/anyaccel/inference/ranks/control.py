@@ -58,7 +58,7 @@ def plan_ranks(options: ModelOptions, replica: int = 0, replicas: int = 1) -> tu
         UsageError: there are too few CPUs.
     """
     from anyaccel import launch
-    from anyaccel.launch.plan.plan import Place
+    from anyaccel.launch.plan.plan import HostPlace
     from anyaccel.launch.plan.planning import free_port
     from anyaccel.topology import read_machine
 
@@ -84,13 +84,13 @@ def plan_ranks(options: ModelOptions, replica: int = 0, replicas: int = 1) -> tu
         bind_cores=count * replicas <= len(machine.cores()),
         local_rank_argument=False,
     )
-    place = Place(world_size=count, ahead=replica * count, behind=(replicas - replica - 1) * count)
+    place = HostPlace(world_size=count, ahead=replica * count, behind=(replicas - replica - 1) * count)
     nodes = list(machine.nodes_with_cores().values())
     if replicas == len(nodes) and all(len(cores) >= count for cores in nodes):
         # Each replica gets all cores of a node, even if nodes differ, as replicas do not wait for each other.
         own = {thread for core in nodes[replica] for thread in core.siblings or (core.id,)}
         machine = replace(machine, allowed_cpus=tuple(cpu for cpu in machine.allowed_cpus if cpu in own))
-        place = Place()
+        place = HostPlace()
     plan = launch.make_plan(wanted, machine, place=place)
     return plan, f"topology: {whole.summary()}\n{plan.render()}"
 

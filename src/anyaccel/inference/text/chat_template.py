@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.extras import pip_line
-from anyaccel.outside import told
+from anyaccel.validation import error_text
 
 # What a template may take: processor time of its thread, and characters of a text. Those of real models take
 # milliseconds for a long conversation; one that never ends would take the server with it.
@@ -148,7 +148,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # jinja2 makes a program of it, which can be none in any way
-            raise ModelError(f"{where}: its chat template cannot be read: {told(error)}") from error
+            raise ModelError(f"{where}: its chat template cannot be read: {error_text(error)}") from error
 
     def render(
         self,
@@ -185,5 +185,5 @@ class ChatTemplate:
             return "".join(pieces)
         except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(
-                f"{self._where}: its chat template does not take this conversation: {told(error)}"
+                f"{self._where}: its chat template does not take this conversation: {error_text(error)}"
             ) from error

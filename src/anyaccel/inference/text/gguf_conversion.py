@@ -15,7 +15,7 @@ from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.checkpoints.conversions import made_once
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
-from anyaccel.outside import told
+from anyaccel.validation import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ def _tokenizer_by_transformers(source: Path, folder: Path) -> None:
         with one_reader():
             AutoTokenizer.from_pretrained(**location(source)).save_pretrained(folder)
     except Exception as error:  # the readers raise whatever a damaged file leads them to
-        raise ModelError(f"{source}: transformers cannot read this GGUF file's tokenizer ({told(error)})") from error
+        raise ModelError(
+            f"{source}: transformers cannot read this GGUF file's tokenizer ({error_text(error)})"
+        ) from error
 
 
 @contextmanager

@@ -8,7 +8,7 @@ Files name one or two, and models write others as well: of a turn, of a call, of
 from __future__ import annotations
 
 from anyaccel.inference.checkpoints.gguf_file import GgufFile, StringArray
-from anyaccel.outside import Values
+from anyaccel.validation import Fields
 
 _NAMED = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NO_TOKEN = (1 << 32) - 1  # written for none, as is -1
@@ -35,12 +35,12 @@ def gguf_ends(file: GgufFile) -> list[int]:
         ModelError: a value in the file is none of its kind.
     """
     keys = [f"tokenizer.ggml.{name}_token_id" for name in _NAMED]
-    values = Values(file.metadata, f"{file.path}: ")
-    found = {values.whole(key, None, -1, _NO_TOKEN) for key in keys if values.has(key)} - {-1, _NO_TOKEN}
+    values = Fields(file.metadata, f"{file.path}: ")
+    found = {values.get_int(key, None, -1, _NO_TOKEN) for key in keys if values.has(key)} - {-1, _NO_TOKEN}
     array = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(array, StringArray):
         return sorted(found)
-    types = values.wholes(_TYPES) if values.has(_TYPES) else []
+    types = values.get_ints(_TYPES) if values.has(_TYPES) else []
     places = {
         text: number
         for number, text in enumerate(file.strings(array))

@@ -21,7 +21,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufFile, StringArray
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.inference.text.gguf_splits import SPLITS, Step
-from anyaccel.outside import Values, shown
+from anyaccel.validation import Fields, short_repr
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # tokenizer.ggml.token_type
 # The name of a special token in tokenizer_config.json -> in GGUF (whose spelling one of them is), and its default id
@@ -40,7 +40,7 @@ _SPACE = "▁"
 _LONGEST_TOKEN = 1 << 13  # characters: the longest of real ones are runs of some hundred spaces
 
 
-class _Vocabulary(Values):
+class _Vocabulary(Fields):
     """What the metadata say of the tokens."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -55,7 +55,7 @@ class _Vocabulary(Values):
         for name in ("token_type", "scores"):
             if self.has(name) and len(self.items(name)) < len(self.tokens):
                 raise ModelError(f"{self.path}: damaged: tokenizer.ggml.{name} is not one number for each token")
-        self.types = self.wholes("token_type", 0, _BYTE) if self.has("token_type") else []
+        self.types = self.get_ints("token_type", 0, _BYTE) if self.has("token_type") else []
         self.scores = self.numbers("scores") if self.has("scores") else []
         self.merges = self._texts(file, "merges") if self.has("merges") else []
         self.ids = {text: number for number, text in enumerate(self.tokens)}
@@ -72,7 +72,7 @@ class _Vocabulary(Values):
     def _texts(self, file: GgufFile, name: str) -> list[str]:
         array = self.required(name)
         if not isinstance(array, StringArray) or not array.count:
-            raise ModelError(f"{self.where}{name}={shown(array)} is not a list of texts")
+            raise ModelError(f"{self.where}{name}={short_repr(array)} is not a list of texts")
         return file.strings(array)
 
     def is_called(self, name: str) -> bool:
@@ -83,7 +83,7 @@ class _Vocabulary(Values):
     def _id(self, key: str, usual: int | None) -> int | None:
         name = f"{key}_token_id"
         # Some files give a number that no token has where there is no such token.
-        given = self.whole(name, -1, -1, _NO_TOKEN)
+        given = self.get_int(name, -1, -1, _NO_TOKEN)
         # The end token is checked where it is used; a wrong begin token would be put before every prompt.
         if key == "bos" and len(self.tokens) <= given < _NO_TOKEN:
             raise ModelError(f"{self.where}{name}={given} is outside the vocabulary of {len(self.tokens)} tokens")
@@ -134,8 +134,8 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     elif vocabulary.kind == "llama":
         parts, bos = _sentence_piece(vocabulary)
     else:
-        raise Unsupported(f"reader for GGUF tokenizers of kind {shown(vocabulary.kind)} ({source})")
-    adds = {"bos": vocabulary.flag("add_bos_token", bos), "eos": vocabulary.flag("add_eos_token", False)}
+        raise Unsupported(f"reader for GGUF tokenizers of kind {short_repr(vocabulary.kind)} ({source})")
+    adds = {"bos": vocabulary.get_bool("add_bos_token", bos), "eos": vocabulary.get_bool("add_eos_token", False)}
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -157,7 +157,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1), encoding="utf-8")
-    given = Values(file.metadata, f"{source}: ")
+    given = Fields(file.metadata, f"{source}: ")
     if template := given.text("tokenizer.chat_template", ""):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if template := given.text("tokenizer.chat_template.tool_use", ""):
@@ -194,7 +194,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
     name = vocabulary.text("pre", "")
     splits = SPLITS.get(name)
     if splits is None:
-        raise Unsupported(f"rules for cutting a text that GGUF calls {shown(name)} ({vocabulary.path})")
+        raise Unsupported(f"rules for cutting a text that GGUF calls {short_repr(name)} ({vocabulary.path})")
     if not vocabulary.merges:
         raise ModelError(f"{vocabulary.path}: its metadata lack tokenizer.ggml.merges, which its tokenizer needs")
     plain: Step = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -210,7 +210,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
     if not vocabulary.merges and not any(vocabulary.scores):
         raise Unsupported(f"merges for a tokenizer that has no scores ({vocabulary.path})")
-    prefix = vocabulary.flag("add_space_prefix", True)
+    prefix = vocabulary.get_bool("add_space_prefix", True)
     spaces: Step = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoder: list[Step] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},

@@ -14,7 +14,7 @@ from typing import Any
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.extras import pip_line
 from anyaccel.inference.text.chat_template import ChatTemplate, Message
-from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
+from anyaccel.validation import Fields, check_integer, check_mapping, error_text, read_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def _text_of(values: Values, name: str) -> str | None:
+def _text_of(values: Fields, name: str) -> str | None:
     """The text of a special token, which may be stored with its properties; None without one."""
     if values.is_mapping(name):
         values, name = values.mapping(name), "content"
@@ -75,12 +75,12 @@ class TextTokenizer:
         except BaseException as error:
             if not _is_librarys(error):
                 raise
-            raise ModelError(f"{file}: no tokenizer that can be read ({told(error)})") from error
+            raise ModelError(f"{file}: no tokenizer that can be read ({error_text(error)})") from error
         place = folder / "tokenizer_config.json"
         given = _read_json(place)
-        config = Values(given, f"{place}: ")
+        config = Fields(given, f"{place}: ")
         place = folder / "special_tokens_map.json"
-        older = Values(_read_json(place), f"{place}: ")
+        older = Fields(_read_json(place), f"{place}: ")
         special = {name: _text_of(config if name in given else older, name) for name in _SPECIAL}
         self.special = {name: text for name, text in special.items() if text is not None}
         self._sources, place = _template_sources(folder, config)
@@ -145,7 +145,7 @@ class TextTokenizer:
         except BaseException as error:
             if not _is_librarys(error):
                 raise
-            raise ModelError(f"the model's tokenizer does not take this text ({told(error)})") from error
+            raise ModelError(f"the model's tokenizer does not take this text ({error_text(error)})") from error
         return ids
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
@@ -173,7 +173,7 @@ def _template_name(sources: Mapping[str, str], tools: bool) -> str:
     return _TOOL_USE if tools and _TOOL_USE in sources else _DEFAULT
 
 
-def _template_sources(folder: Path, config: Values) -> tuple[dict[str, str], Path]:
+def _template_sources(folder: Path, config: Fields) -> tuple[dict[str, str], Path]:
     """The chat templates by their names, and the file that they are in; files of their own come first."""
     file = folder / "chat_template.jinja"
     found = {_DEFAULT: read_text(file)} if file.is_file() else {}
@@ -183,10 +183,10 @@ def _template_sources(folder: Path, config: Values) -> tuple[dict[str, str], Pat
     file = folder / "tokenizer_config.json"
     if not config.has("chat_template"):
         file = folder / "chat_template.json"
-        config = Values(_read_json(file), f"{file}: ")
+        config = Fields(_read_json(file), f"{file}: ")
     if config.is_list("chat_template"):  # several templates, each with a name
         where = f"{config.where}chat_template: "
-        several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
+        several = [Fields(check_mapping(each, where[:-2]), where) for each in config.items("chat_template")]
         return {each.text("name"): each.text("template") for each in several}, file
     source = config.text("chat_template", "")
     return {_DEFAULT: source} if source else {}, file
@@ -237,7 +237,9 @@ class TransformersTokenizer:
                 **(more or {}),
             )
         except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
+            raise ModelError(
+                f"the model's chat template does not take this conversation: {error_text(error)}"
+            ) from error
         return text
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
@@ -273,7 +275,7 @@ def load_tokenizer(folder: Path) -> Any:
                 f"{folder / pieces[0]}: a SentencePiece tokenizer without a tokenizer.json, which transformers reads "
                 "with the package protobuf: pip install protobuf"
             ) from error
-        raise ModelError(f"{folder}: no tokenizer that transformers can read ({told(error)})") from error
+        raise ModelError(f"{folder}: no tokenizer that transformers can read ({error_text(error)})") from error
 
 
 def _has_protobuf() -> bool:
@@ -342,16 +344,16 @@ def end_tokens(
     places = {"generation_config": generation_config, "config": config}
     for name, given in places.items():
         where = f"{name}: " if path is None else f"{path}: " if path.is_file() else f"{path / name}.json: "
-        values = Values(given, where)
+        values = Fields(given, where)
         if values.is_list("eos_token_id"):
-            found = [whole(each, f"{values.where}eos_token_id", -1) for each in values.items("eos_token_id")]
+            found = [check_integer(each, f"{values.where}eos_token_id", -1) for each in values.items("eos_token_id")]
         elif values.has("eos_token_id"):
-            found = [values.whole("eos_token_id", minimum=-1)]
+            found = [values.get_int("eos_token_id", minimum=-1)]
         else:
             continue
         ends = [token for token in found if token >= 0]  # some configurations say -1 for no token
-        own = Values(config, "config: ")
-        rows = (own if own.has("vocab_size") else own.mapping("text_config")).whole("vocab_size", 0)
+        own = Fields(config, "config: ")
+        rows = (own if own.has("vocab_size") else own.mapping("text_config")).get_int("vocab_size", 0)
         outside = [token for token in ends if token >= rows > 0]
         if outside and note:
             logger.warning(

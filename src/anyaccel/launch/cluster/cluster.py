@@ -18,12 +18,12 @@ from anyaccel.launch.cluster.agents import SocketAgent
 from anyaccel.launch.cluster.callback import VARIABLE, AgentListener
 from anyaccel.launch.cluster.channel import FrameReader
 from anyaccel.launch.cluster.coordinator import Coordinator, start_agents
-from anyaccel.launch.cluster.forward import forwarded_environment
+from anyaccel.launch.cluster.environment import forwarded_environment
 from anyaccel.launch.cluster.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.cluster.launcher_process import LauncherProcess
 from anyaccel.launch.cluster.machines import names_of_this_machine
 from anyaccel.launch.cluster.task import Task
-from anyaccel.launch.counts import MOST_HOSTS, brief
+from anyaccel.launch.counts import MOST_HOSTS, shorten
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.local.launcher import current_folder, say_warnings
@@ -173,7 +173,7 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
             counts = []
     if len(counts) != len(names):
         raise UsageError(
-            f"SLURM_TASKS_PER_NODE={brief(environ['SLURM_TASKS_PER_NODE'])} does not say how many tasks each of "
+            f"SLURM_TASKS_PER_NODE={shorten(environ['SLURM_TASKS_PER_NODE'])} does not say how many tasks each of "
             f"{len(names)} hosts has; add --num_accelerators N"
         )
     return dict(zip(names, counts, strict=True))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, parse_count, shorten
 from anyaccel.launch.host_name import is_address, is_name
 from anyaccel.launch.job import Host
 from anyaccel.launch.small_file import read_small_file
@@ -90,9 +90,9 @@ def _slots(words: Sequence[str], where: str) -> int:
             raise UsageError(f"{where}: {word!r} is not understood; {_EXAMPLE}")
         if key in counts:
             raise UsageError(f"{where}: {key}= is given twice; give it once")
-        count = whole_number(value)
+        count = parse_count(value)
         if count is None or not 1 <= count <= MOST_ON_A_HOST:
-            raise UsageError(f"{where}: {brief(word)}: the number of slots must be 1 to {MOST_ON_A_HOST}")
+            raise UsageError(f"{where}: {shorten(word)}: the number of slots must be 1 to {MOST_ON_A_HOST}")
         counts[key] = count
     if "slots" not in counts:
         raise UsageError(f"{where}: host {words[0]!r} has no number of slots; write: {words[0]} slots=1")
@@ -183,9 +183,9 @@ def _parse_slots(text: str, count: int, host: str, where: str) -> set[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         numbers = [first, last] if dash else [first]
-        low, high = whole_number(numbers[0]), whole_number(numbers[-1])
+        low, high = parse_count(numbers[0]), parse_count(numbers[-1])
         if low is None or high is None:
-            raise UsageError(f"{where}: {brief(part)} is not a slot number; write slots as 0,2 or 0-3")
+            raise UsageError(f"{where}: {shorten(part)} is not a slot number; write slots as 0,2 or 0-3")
         if low > high:
             raise UsageError(f"{where}: {part!r} is no range; write it as {high}-{low}")
         if high >= count:

@@ -17,7 +17,7 @@ from anyaccel.launch.local.streams import prepare_log_dir
 from anyaccel.launch.local.worker import Worker
 from anyaccel.launch.plan.ancestors import without_outer_openmp
 from anyaccel.launch.plan.options import LaunchOptions
-from anyaccel.launch.plan.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.plan.plan import HostPlace, LaunchPlan, RankBinding
 from anyaccel.launch.plan.planning import make_plan
 
 TYPE_CHECKING = False
@@ -82,7 +82,7 @@ class Task:
         """Number of workers on all hosts."""
         return sum(len(host.slots) for host in self.hosts)
 
-    def place(self, node: int) -> Place:
+    def place(self, node: int) -> HostPlace:
         """The position of a host's ranks in the job, and their devices."""
         first = sum(len(host.slots) for host in self.hosts[:node])
         ahead = sum(len(self.hosts[other].slots) for other in self.together if other < node)
@@ -90,7 +90,7 @@ class Task:
         slots, everybodys = self._slots(node)
         # With slots 0, 1, 2 ... LOCAL_RANK selects the same devices without a visible-devices variable.
         chosen = None if slots == tuple(range(len(slots))) else slots
-        return Place(first, self.world_size, node, len(self.hosts), ahead, behind, chosen, everybodys)
+        return HostPlace(first, self.world_size, node, len(self.hosts), ahead, behind, chosen, everybodys)
 
     def node_of_rank(self, rank: int) -> int:
         """The number of the host that has this rank."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.plan.ancestors import BOUND, RUN, Ancestors, openmp_of_outer, set_together
-from anyaccel.launch.plan.binding import RankShare, Shares, bind_ranks
+from anyaccel.launch.plan.binding import CoreShares, RankShare, bind_ranks
 from anyaccel.launch.plan.local_rank import RankFromEnvironment
 from anyaccel.launch.plan.memory import memory_policy
 from anyaccel.launch.plan.options import BindingOptions
@@ -186,7 +186,7 @@ def _is_below_bind(
     return ancestors is None or ancestors.generation((BOUND,)) <= ancestors.generation((found.variable,))
 
 
-def _keep_binding(options: BindingOptions, machine: Machine, found: RankFromEnvironment, *, ours: bool) -> Shares:
+def _keep_binding(options: BindingOptions, machine: Machine, found: RankFromEnvironment, *, ours: bool) -> CoreShares:
     """Shares that keep the present binding of this process; those of the other ranks are unknown.
 
     Args:
@@ -196,12 +196,12 @@ def _keep_binding(options: BindingOptions, machine: Machine, found: RankFromEnvi
     policy, nodes = memory_policy(machine, cores, options.memory_policy)
     share = RankShare(cores, policy, nodes)
     if ours or found.source not in _UNBIND:  # `anyaccel run` or `bind` has done all of it
-        return Shares((share,) * found.local_size)
+        return CoreShares((share,) * found.local_size)
     warning = (
         f"{found.source} has bound this process to CPU {format_cpu_list(machine.allowed_cpus)} already, which is kept; "
         f"to have anyaccel divide the machine among its {found.local_size} ranks: {_UNBIND[found.source]}"
     )
-    return Shares((share,) * found.local_size, warnings=(warning,))
+    return CoreShares((share,) * found.local_size, warnings=(warning,))
 
 
 def _torch_variables(

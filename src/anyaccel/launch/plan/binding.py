@@ -27,7 +27,7 @@ class RankShare:
         self.cores, self.memory_policy, self.memory_nodes = cores, memory_policy, memory_nodes
 
 
-class Shares:
+class CoreShares:
     """The shares of all ranks of a machine.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shares:
 
 def bind_ranks(
     options: BindingOptions, machine: Machine, ranks: int, device_nodes: Sequence[int | None] = ()
-) -> Shares:
+) -> CoreShares:
     """Divide the machine among its ranks as the options say.
 
     Args:
@@ -94,7 +94,7 @@ def bind_ranks(
             "this process may use no memory there" if machine.allowed_memory_nodes else "this kernel has no NUMA nodes"
         )
         warnings.append(f"--mem-policy {options.memory_policy} is left out: {why}")
-    return Shares(found, left_over, reserved, tuple(notes), tuple(warnings))
+    return CoreShares(found, left_over, reserved, tuple(notes), tuple(warnings))
 
 
 def _memory(options: BindingOptions, machine: Machine, cores: Sequence[int]) -> tuple[str, tuple[int, ...]]:

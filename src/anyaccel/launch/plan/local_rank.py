@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, parse_count, shorten
 from anyaccel.launch.plan.ancestors import Ancestors
 
 
@@ -179,7 +179,7 @@ def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> R
         return rank_from_environment(environ, launcher_only=True, ancestors=ancestors)
     except UsageError as error:
         raise UsageError(
-            f"RANK={brief(environ.get('RANK', ''))} was set by a launcher above {below[0].name}, which does not say "
+            f"RANK={shorten(environ.get('RANK', ''))} was set by a launcher above {below[0].name}, which does not say "
             f"which rank this process is: {error}"
         ) from None
 
@@ -193,9 +193,9 @@ def slurm_tasks(text: str, nodes: int) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         tasks, bracket, rest = part.strip().partition("(x")
-        count, times = whole_number(tasks), whole_number(rest.removesuffix(")")) if bracket else 1
+        count, times = parse_count(tasks), parse_count(rest.removesuffix(")")) if bracket else 1
         if count is None or count > MOST_ON_A_HOST or times is None or rest.endswith(")") != bool(bracket):
-            raise ValueError(f"{brief(part)} is not a number of tasks such as 2 or 2(x3)")
+            raise ValueError(f"{shorten(part)} is not a number of tasks such as 2 or 2(x3)")
         found += [count] * min(times, nodes - len(found))
     return tuple(found)
 
@@ -223,7 +223,7 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
         return slurm_tasks(environ[name], node + 1)[node]
     except (ValueError, IndexError):
         raise UsageError(
-            f"{name}={brief(environ[name])} does not say how many tasks node {node} has; "
+            f"{name}={shorten(environ[name])} does not say how many tasks node {node} has; "
             "give --local_rank and --local_size"
         ) from None
 
@@ -235,9 +235,9 @@ def _size_names(source: _Source) -> tuple[str, ...]:
 
 def _number(environ: Mapping[str, str], name: str, most: int | None = None) -> int:
     text = environ[name].strip()
-    number = whole_number(text)
+    number = parse_count(text)
     if number is not None and number <= (number if most is None else most):
         return number
     wrong = "is too large a number" if text.isascii() and text.isdecimal() else "is not a number"
     limit = f" (at most {most})" if most is not None else ""
-    raise UsageError(f"{name}={brief(environ[name])} {wrong}{limit}; give --local_rank and --local_size")
+    raise UsageError(f"{name}={shorten(environ[name])} {wrong}{limit}; give --local_rank and --local_size")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import MOST_ON_A_HOST, brief
+from anyaccel.launch.counts import MOST_ON_A_HOST, shorten
 from anyaccel.launch.host_name import is_host
 from anyaccel.launch.output import OutputOptions
 from anyaccel.topology import format_cpu_list, parse_cpu_list
@@ -153,7 +153,7 @@ class LaunchOptions(BindingOptions, OutputOptions):
             raise UsageError("--master_addr is empty; give an address or leave it out")
         if self.master_addr is not None and not is_host(self.master_addr):
             raise UsageError(
-                f"--master_addr is {brief(self.master_addr)}, it must be the name of a host or an address; "
+                f"--master_addr is {shorten(self.master_addr)}, it must be the name of a host or an address; "
                 "a port goes into --master_port"
             )
         if self.master_port is not None and not 1 <= self.master_port <= 65535:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import whole_number
-from anyaccel.launch.plan.binding import Shares, bind_ranks
+from anyaccel.launch.counts import parse_count
+from anyaccel.launch.plan.binding import CoreShares, bind_ranks
 from anyaccel.launch.plan.devices import narrow_devices
 from anyaccel.launch.plan.numeric import openmp_binding
 from anyaccel.launch.plan.options import BindingOptions, LaunchOptions
@@ -43,7 +43,7 @@ class RankBinding:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """The position of this machine's ranks in the whole job.
 
     Attributes:
@@ -186,7 +186,7 @@ def build_plan(
     master_port: int,
     environ: Mapping[str, str],
     extra_env: Mapping[str, str] | None = None,
-    place: Place = Place(),
+    place: HostPlace = HostPlace(),
 ) -> LaunchPlan:
     """The plan for `options` on `machine`, which has `equipment`.
 
@@ -252,7 +252,7 @@ def build_plan(
 
 
 def rank_environments(
-    options: BindingOptions, machine: Machine, shares: Shares, environ: Mapping[str, str], allocator: str
+    options: BindingOptions, machine: Machine, shares: CoreShares, environ: Mapping[str, str], allocator: str
 ) -> tuple[list[dict[str, str]], list[str], list[str]]:
     """The variables for numeric libraries and the allocator, by rank, with all notes and warnings of these shares.
 
@@ -270,7 +270,7 @@ def rank_environments(
     if users_threads:
         least = min(len(share.cores) for share in shares.ranks)
         first = users_threads.partition(",")[0].strip()
-        threads = whole_number(first)
+        threads = parse_count(first)
         too_many = first.isdecimal() if threads is None else threads > least
         if options.bind_cores and too_many:
             warnings.append(

@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import brief
+from anyaccel.launch.counts import shorten
 from anyaccel.launch.plan.ancestors import without_outer_openmp
 from anyaccel.launch.plan.devices import count_devices, device_nodes, find_devices
 from anyaccel.launch.plan.options import BindingOptions, LaunchOptions
-from anyaccel.launch.plan.plan import Equipment, LaunchPlan, Place, build_plan
+from anyaccel.launch.plan.plan import Equipment, HostPlace, LaunchPlan, build_plan
 from anyaccel.topology import Machine, read_machine
 
 
@@ -22,7 +22,7 @@ def make_plan(
     *,
     environ: Mapping[str, str] | None = None,
     extra_env: Mapping[str, str] | None = None,
-    place: Place | None = None,
+    place: HostPlace | None = None,
     root: str = "",
 ) -> LaunchPlan:
     """The plan for `options` on this machine. Starts nothing.
@@ -44,7 +44,7 @@ def make_plan(
         check_address(options.master_addr)
     # In a job on several hosts, the launcher has chosen the port.
     port = free_port(options.master_port) if place is None else options.master_port or 0
-    place = place or Place()
+    place = place or HostPlace()
     counted = bool(options.num_accelerators) or place.devices is not None
     equipment = Equipment(
         devices=1 if counted else count_devices(machine, environ, root),
@@ -85,7 +85,7 @@ def check_address(address: str) -> None:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"--master_addr {brief(address)} does not resolve on {os.uname().nodename}: {why}; "
+            f"--master_addr {shorten(address)} does not resolve on {os.uname().nodename}: {why}; "
             "give the address of rank 0's host, or a name of it that every host knows"
         ) from None
 

@@ -17,7 +17,7 @@ from anyaccel.errors import AioError, UsageError
 from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio.memory import LockedTensors
 from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
-from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, changed, copy_into, replaceable
+from anyaccel.ops.aio.requests import MemoryRange, PathLike, Request, Requests, changed, copy_into, replaceable
 
 _MAX_BLOCK = 1 << 30
 _MAX_DEPTH = 4096
@@ -230,7 +230,7 @@ class aio_handle(LockedTensors):
     def transfer(
         self,
         filename: PathLike,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRange],
         *,
         write: bool,
         write_atomic: bool = False,
@@ -269,7 +269,7 @@ class aio_handle(LockedTensors):
         if validate:
             reopened = _Reopened(descriptor) if descriptor >= 0 else None
             after.insert(0, lambda: _validate(host, path, file_offset, reopened))
-        self._requests.submit(Request(path, descriptor, [Piece.of(host, file_offset)], 0, after))
+        self._requests.submit(Request(path, descriptor, [MemoryRange.of(host, file_offset)], 0, after))
 
     def _begin_write(
         self, buffer: torch.Tensor, filename: File, file_offset: int, validate: bool, write_atomic: bool
@@ -287,7 +287,7 @@ class aio_handle(LockedTensors):
         reopened = _Reopened(descriptor) if validate and descriptor >= 0 else None
         after = [lambda: _validate(host, path, file_offset, reopened)] if validate else []
         flags = WRITE | (ATOMIC if write_atomic else 0)
-        self._requests.submit(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
+        self._requests.submit(Request(path, descriptor, [MemoryRange.of(host, file_offset)], flags, after))
 
 
 def _check_dense(what: str, buffer: torch.Tensor) -> None:

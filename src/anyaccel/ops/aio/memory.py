@@ -39,12 +39,12 @@ class Memory(mmap.mmap):
                     self._unregister = lambda: accelerator.unregister_host_memory(address)
                     return
             except (AnyAccelError, RuntimeError) as error:
-                say_once("register", "host memory could not be registered with the accelerator: %s", error)
+                warn_once("register", "host memory could not be registered with the accelerator: %s", error)
         if _mlock(address, num_bytes):
             self._locked = address, num_bytes
             return
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        say_once(
+        warn_once(
             "mlock",
             "%d bytes could not be locked in memory (%s; RLIMIT_MEMLOCK is %d bytes): tensors are page-aligned but may "
             "be swapped out; raise the limit with ulimit -l. This is said once.",
@@ -73,7 +73,7 @@ _mutex = threading.Lock()
 _said: set[object] = set()
 
 
-def say_once(what: object, text: str, *arguments: object) -> None:
+def warn_once(what: object, text: str, *arguments: object) -> None:
     """Log a warning, unless there was one about `what`."""
     if what not in _said:
         _said.add(what)
@@ -105,7 +105,7 @@ def aligned_memory(num_bytes: int, phase: int = 0) -> tuple[Memory, int]:
     memory = Memory(-1, size + (_HUGE_PAGE if huge else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = 0
     if huge:
-        start = -address_of(memory) % _HUGE_PAGE
+        start = -data_address(memory) % _HUGE_PAGE
         try:
             memory.madvise(mmap.MADV_HUGEPAGE, start, size)
         except OSError:  # a kernel without huge pages
@@ -113,7 +113,7 @@ def aligned_memory(num_bytes: int, phase: int = 0) -> tuple[Memory, int]:
     return memory, start + phase
 
 
-def address_of(memory: mmap.mmap, start: int = 0) -> int:
+def data_address(memory: mmap.mmap, start: int = 0) -> int:
     """The address of a byte of writable mapped memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
 
@@ -123,7 +123,7 @@ def new_locked_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
     if num_elem <= 0:
         return torch.empty(0, dtype=dtype)
     memory, start = aligned_memory(num_elem * dtype.itemsize)
-    address = address_of(memory, start)
+    address = data_address(memory, start)
     # The accelerator and RLIMIT_MEMLOCK count whole pages.
     memory.lock(address, -(-num_elem * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE)
     with _mutex:

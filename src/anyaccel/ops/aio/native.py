@@ -28,7 +28,7 @@ LEFTOVERS = (
 WRITE, ATOMIC, CACHED = 1, 2, 4
 
 
-class Segment(ctypes.Structure):
+class FileSegment(ctypes.Structure):
     """Memory for a range of a file."""
 
     _fields_ = (("offset", ctypes.c_int64), ("address", ctypes.c_void_p), ("bytes", ctypes.c_int64))

@@ -19,7 +19,7 @@ import torch
 
 from anyaccel.errors import AioError, UsageError
 from anyaccel.ops.aio import native
-from anyaccel.ops.aio.memory import say_once
+from anyaccel.ops.aio.memory import warn_once
 
 logger = logging.getLogger("anyaccel.aio")
 
@@ -29,7 +29,7 @@ _WAIT_MILLISECONDS = 50  # between two checks for Ctrl-C
 _LAST_BYTE = (1 << 63) - 1
 
 
-class Piece(NamedTuple):
+class MemoryRange(NamedTuple):
     """Contiguous host memory for a range of a file; `owner` is kept alive until the transfer is done."""
 
     offset: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     owner: object
 
     @classmethod
-    def of(cls, host: torch.Tensor, offset: int) -> Piece:
+    def of(cls, host: torch.Tensor, offset: int) -> MemoryRange:
         """The memory of a contiguous host tensor."""
         return cls(offset, host.data_ptr(), host.nbytes, host)
 
@@ -66,7 +66,7 @@ class Request:
 
     path: str
     descriptor: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[MemoryRange]
     flags: int
     after: Sequence[Callable[[], None]] = ()
     settled: bool = False
@@ -142,7 +142,7 @@ class Request:
             device = Path(self.path).stat().st_dev if self.path else -1
         except OSError:
             return
-        say_once(
+        warn_once(
             ("direct", device),
             "the file system of %s has no direct I/O (O_DIRECT): files go through the page cache. This is said once.",
             self.name,
@@ -260,7 +260,9 @@ class Requests:
     def _submit(self, request: Request, number: int, *, pending: bool) -> None:
         self.check_process()
         request.check()
-        segments = (native.Segment * len(request.pieces))(*(native.Segment(*piece[:3]) for piece in request.pieces))
+        segments = (native.FileSegment * len(request.pieces))(
+            *(native.FileSegment(*piece[:3]) for piece in request.pieces)
+        )
         status = native.Status()
         # Held across the call, so that another thread's wait does not miss the request.
         with self._mutex:

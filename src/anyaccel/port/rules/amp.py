@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import device_text
 
 RULE = Rule(
@@ -50,12 +50,12 @@ _LOOSE = cst.IfExp | cst.NamedExpr | cst.Lambda
 
 
 @RULE.on_name("torch.cuda.amp.")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """One of the names of torch.cuda.amp or its two modules."""
     name = full.rpartition(".")[2]
     call = module.parent(node)
     if name not in _PARAMETERS:
-        yield Place(node, f"`{full}`: not fixed: torch.amp has the parts of it that hold for every device")
+        yield Match(node, f"`{full}`: not fixed: torch.amp has the parts of it that hold for every device")
         return
     torch = f"torch.amp.{name}"
     device = module.method("device_name")
@@ -65,7 +65,7 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
     elif isinstance(call, cst.Decorator) and name.startswith("custom_"):
         edits = [module.replace(node, f"{torch}(device_type={device})")]
     elif not isinstance(call, cst.Call) or call.func is not node or any(arg.star for arg in call.args):
-        yield Place(node, f"`{full}`: not fixed: only its calls can be replaced; {torch} takes the device first")
+        yield Match(node, f"`{full}`: not fixed: only its calls can be replaced; {torch} takes the device first")
         return
     else:
         first = f"device_type={device}"
@@ -75,11 +75,11 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
             first = f"{device}{enabled}"
         edits = [module.replace(node, torch), module.first_argument(call, first)]
         edits += [*_with_keywords(module, call, _PARAMETERS[name]), *more]
-    yield Place(node, f"`{full}`; use `{torch}` with the device first", tuple(edits), imports_torch=True)
+    yield Match(node, f"`{full}`; use `{torch}` with the device first", tuple(edits), imports_torch=True)
 
 
 @RULE.on_node(cst.Call)
-def find_named(module: Module, node: cst.Call) -> Iterator[Place]:
+def find_named(module: Module, node: cst.Call) -> Iterator[Match]:
     """torch.amp's own, for a device of CUDA that is named there; the name is another rule's."""
     full = module.full_name(node.func)
     device = next((arg.value for arg in node.args if device_text(arg.value) is not None), None)
@@ -89,7 +89,7 @@ def find_named(module: Module, node: cst.Call) -> Iterator[Place]:
     if enabled:
         edits = [module.after(node.args[-1].value, enabled)]
     if edits:
-        yield Place(node.func, f"`{full}` of CUDA; use it off on a CPU", tuple(edits))
+        yield Match(node.func, f"`{full}` of CUDA; use it off on a CPU", tuple(edits))
 
 
 def _with_keywords(module: Module, call: cst.Call, parameters: Sequence[str]) -> list[Edit]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, text_of
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import is_key, is_listed, is_text, use_of
 
 RULE = Rule(
@@ -29,7 +29,7 @@ _SEVERAL = re.compile(r"(?:\w+:\w+,)*cuda:\w+(?:,\w+:\w+)*")
 
 
 @RULE.on_node(cst.SimpleString)
-def find(module: Module, node: cst.SimpleString) -> Iterator[Place]:
+def find(module: Module, node: cst.SimpleString) -> Iterator[Match]:
     """The backend's name in a string."""
     text = text_of(node) or ""
     if text.lower() == "nccl" and (is_key(module, node) or not is_text(module, node)):
@@ -38,7 +38,7 @@ def find(module: Module, node: cst.SimpleString) -> Iterator[Place]:
         unsafe = unlike or is_key(module, node) or is_listed(module, node, "gloo", "mpi")
         tier = Tier.UNSAFE if unsafe else None
         edit = module.replace(node, module.method("communication_backend_name"))
-        yield Place(node, "`'nccl'`; use `get_accelerator().communication_backend_name()`", (edit,), tier)
+        yield Match(node, "`'nccl'`; use `get_accelerator().communication_backend_name()`", (edit,), tier)
     elif _SEVERAL.fullmatch(text) and not text.removeprefix("cuda:").isdecimal():
         advice = "name the accelerator's device and communication_backend_name() instead, or leave the backend out"
-        yield Place(node, f"`{text!r}`: not fixed: {advice}")
+        yield Match(node, f"`{text!r}`: not fixed: {advice}")

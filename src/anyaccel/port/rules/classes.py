@@ -10,7 +10,7 @@ import libcst as cst
 
 from anyaccel.cuda_names import CLASSES, TYPED_TENSORS
 from anyaccel.port.module import Module, text_of
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import is_text
 
 RULE = Rule(
@@ -35,18 +35,18 @@ _TYPE = re.compile(rf"torch\.cuda\.({'|'.join(TYPED_TENSORS)})")
 
 
 @RULE.on_name(*(f"torch.cuda.{name}" for name in (*CLASSES, *TYPED_TENSORS)))
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """A class, whatever is done with it."""
     name = full.rpartition(".")[2]
-    yield Place(
+    yield Match(
         node, f"`{full}`; use `get_accelerator().{name}`", (module.replace(node, f"{module.accelerator}().{name}"),)
     )
 
 
 @RULE.on_node(cst.SimpleString)
-def find_text(module: Module, node: cst.SimpleString) -> Iterator[Place]:
+def find_text(module: Module, node: cst.SimpleString) -> Iterator[Match]:
     """The name of a typed tensor in a string."""
     found = _TYPE.fullmatch(text_of(node) or "")
     if found is not None and not is_text(module, node):
         new = f"{module.accelerator}().{found[1]}"
-        yield Place(node, f"`{found[0]}`; use `get_accelerator().{found[1]}`", (module.replace(node, new),))
+        yield Match(node, f"`{found[0]}`; use `get_accelerator().{found[1]}`", (module.replace(node, new),))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC108",
@@ -39,29 +39,29 @@ _NAMES = (
 
 
 @RULE.on_name(*(f"torch.cuda.{name}" for name in _NAMES))
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """A call that is a statement, or another use."""
     line = _alone(module, module.parent(node))
     asked = f'{module.method("device_name")} == "cuda"'
     if line is None:
-        yield Place(node, f"`{full}`: not fixed: only CUDA has it; guard it by `{asked}`", needs_cuda=True)
+        yield Match(node, f"`{full}`: not fixed: only CUDA has it; guard it by `{asked}`", needs_cuda=True)
     elif not _is_asked(module, line, "device_name() =="):
-        yield Place(node, f"`{full}`; use it behind `if {asked}:`", _behind(module, line, asked))
+        yield Match(node, f"`{full}`; use it behind `if {asked}:`", _behind(module, line, asked))
 
 
 @RULE.on_node(cst.Call)
-def find_record(module: Module, node: cst.Call) -> Iterator[Place]:
+def find_record(module: Module, node: cst.Call) -> Iterator[Match]:
     """x.record_stream(s), which the CPU does not have."""
     if last_name(node.func) != "record_stream":
         return
     line = _alone(module, node)
     asked = f"not {module.method('is_synchronized_device')}"
     if line is None:
-        yield Place(
+        yield Match(
             node, f"`record_stream`: not fixed: a synchronous device has none; guard it by `{asked}`", needs_cuda=True
         )
     elif not _is_asked(module, line, "is_synchronized_device()"):
-        yield Place(node, f"`record_stream`; use it behind `if {asked}:`", _behind(module, line, asked))
+        yield Match(node, f"`record_stream`; use it behind `if {asked}:`", _behind(module, line, asked))
 
 
 def _alone(module: Module, call: cst.CSTNode) -> cst.SimpleStatementLine | None:

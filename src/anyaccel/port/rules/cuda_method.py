@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import device_text, use_of
 
 RULE = Rule(
@@ -36,7 +36,7 @@ _OTHERS = re.compile(r"(?:numba|cupy|cupyx|pycuda|jax|warp)\b")
 
 
 @RULE.on_node(cst.Lambda)
-def find_map_location(module: Module, node: cst.Lambda) -> Iterator[Place]:
+def find_map_location(module: Module, node: cst.Lambda) -> Iterator[Match]:
     """`lambda storage, loc: storage.cuda(i)`, since a storage has no `to`."""
     match node:
         case cst.Lambda(
@@ -45,15 +45,15 @@ def find_map_location(module: Module, node: cst.Lambda) -> Iterator[Place]:
         ) if first == moved and len(args) <= 1:
             start, end = module.span(node)
             if not args:
-                yield Place(call, _MESSAGE, (Edit(start, end, module.method("device_name")),))
+                yield Match(call, _MESSAGE, (Edit(start, end, module.method("device_name")),))
             else:
                 first_byte, last_byte = module.span(args[0].value)
                 edits = (Edit(start, first_byte, module.device_name), Edit(last_byte, end, ")"))
-                yield Place(call, _MESSAGE, edits)
+                yield Match(call, _MESSAGE, edits)
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """A call of the method."""
     if not isinstance(node.func, cst.Attribute) or node.func.attr.value != "cuda":
         return
@@ -68,7 +68,7 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
             else ("device", "non_blocking", "memory_format")[min(number, 2)]
         )
         if arg.star or keyword == "async":
-            yield Place(node, "`.cuda()`: not fixed: its arguments cannot be told apart", needs_cuda=True)
+            yield Match(node, "`.cuda()`: not fixed: its arguments cannot be told apart", needs_cuda=True)
             return
         if keyword == "device" and device and arg.keyword is None:
             edits.append(module.before(arg.value, device))
@@ -79,7 +79,7 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
     if not node.args or (node.args[0].keyword is not None and all(_keyword(arg) != "device" for arg in node.args)):
         edits.append(module.first_argument(node, device + module.method("device_name")))
     tier = Tier.UNSAFE if module.own_cuda else None
-    yield Place(node, _MESSAGE + (", if the object has it" if module.own_cuda else ""), tuple(edits), tier)
+    yield Match(node, _MESSAGE + (", if the object has it" if module.own_cuda else ""), tuple(edits), tier)
 
 
 def _is_storage(node: cst.BaseExpression) -> bool:
@@ -99,7 +99,7 @@ def _is_named_here(module: Module, value: cst.BaseExpression) -> bool:
 
 
 @RULE.on_node(cst.Attribute)
-def find_unbound(module: Module, node: cst.Attribute) -> Iterator[Place]:
+def find_unbound(module: Module, node: cst.Attribute) -> Iterator[Match]:
     """The method as a value."""
     use = use_of(module, node)
     if node.attr.value == "cuda" and use.kind in ("Arg", "Assign", "Return") and not module.full_name(node):
@@ -113,4 +113,4 @@ def find_unbound(module: Module, node: cst.Attribute) -> Iterator[Place]:
             "flags",
         ):
             return
-        yield Place(node, "`.cuda` as a value: not fixed: call `.to(get_accelerator().device_name())` there")
+        yield Match(node, "`.cuda` as a value: not fixed: call `.to(get_accelerator().device_name())` there")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import is_device, use_of, uses_of_variable
 
 RULE = Rule(
@@ -28,13 +28,13 @@ rank = get_accelerator().current_device()""",
 
 
 @RULE.on_name("torch.cuda.current_device")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """A use of it."""
     call = module.parent(node)
     name = "current_device"
     if isinstance(call, cst.Call) and call.func is node and _as_device(module, call):
         name = "current_device_name"
-    yield Place(
+    yield Match(
         node, f"`{full}`; use `get_accelerator().{name}`", (module.replace(node, f"{module.accelerator}().{name}"),)
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC103",
@@ -22,7 +22,7 @@ RULE = Rule(
 
 
 @RULE.on_name("torch.cuda.default_generators")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """One generator of the tuple, or another use of it."""
     match module.parent(node):
         case (
@@ -32,6 +32,6 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
             closing = Edit(module.span(index)[1], module.span(item)[1], ")")
             if "#" not in module.source(item) and not index.lpar:
                 use = "use `get_accelerator().default_generator(...)`"
-                yield Place(node, f"`{full}`; {use}", (opening, closing))
+                yield Match(node, f"`{full}`; {use}", (opening, closing))
                 return
-    yield Place(node, f"`{full}`: not fixed: default_generator(i) gives one of them; use it for each index")
+    yield Match(node, f"`{full}`: not fixed: default_generator(i) gives one of them; use it for each index")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module, text_of
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import device_text, name_edits
 
 RULE = Rule(
@@ -26,7 +26,7 @@ e = torch.device(get_accelerator().device_name(i) if get_accelerator().is_availa
 
 
 @RULE.on_node(cst.IfExp)
-def find(module: Module, node: cst.IfExp) -> Iterator[Place]:
+def find(module: Module, node: cst.IfExp) -> Iterator[Match]:
     """A choice between the names of a CUDA device and of the CPU that asks nothing but whether CUDA is there."""
     asked = isinstance(node.test, cst.Call) and module.full_name(node.test.func) == "torch.cuda.is_available"
     if not asked or "#" in module.source(node):
@@ -35,7 +35,7 @@ def find(module: Module, node: cst.IfExp) -> Iterator[Place]:
     if device_text(body) is None or text_of(orelse) != "cpu":
         return
     edits = (*name_edits(module, body), Edit(module.end(node.body), module.span(node)[1], ""))
-    yield Place(node, "a device picked by hand; use `get_accelerator().device_name()`", edits, covers=(body,))
+    yield Match(node, "a device picked by hand; use `get_accelerator().device_name()`", edits, covers=(body,))
 
 
 def _inside_device(module: Module, node: cst.BaseExpression) -> cst.BaseExpression:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC403",
@@ -27,7 +27,7 @@ _SIMPLE = cst.List | cst.Name | cst.Attribute | cst.Call | cst.Integer | cst.Sub
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """DistributedDataParallel(model, device_ids=[i], output_device=i) and its like."""
     name = module.full_name(node.func).rpartition(".")[2] or last_name(node.func)
     for arg in node.args:
@@ -39,4 +39,4 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
         opening = () if isinstance(value, _SIMPLE) else (module.before(value, "("),)
         closing = f'{")" if opening else ""} if {module.method("device_name")} != "cpu" else None'
         message = f"`{arg.keyword.value}=`, which a CPU has not; use it where there is a device"
-        yield Place(value, message, (*opening, module.after(value, closing)))
+        yield Match(value, message, (*opening, module.after(value, closing)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import is_index
 
 RULE = Rule(
@@ -26,7 +26,7 @@ d = torch.device(get_accelerator().device_name(rank))""",
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """torch.device(0), device=0 of torch's functions, x.to(0) and x.to(rank)."""
     full = module.full_name(node.func)
     by_keyword = (
@@ -41,4 +41,4 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
             module, arg.value
         ):
             edits = (module.before(arg.value, module.device_name), module.after(arg.value, ")"))
-            yield Place(arg.value, "the index of a CUDA device; use `get_accelerator().device_name(...)`", edits)
+            yield Match(arg.value, "the index of a CUDA device; use `get_accelerator().device_name(...)`", edits)

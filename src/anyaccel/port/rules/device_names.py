@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import device_text, guarded, is_key, is_listed, is_text, name_edits, use_of
 
 RULE = Rule(
@@ -44,13 +44,13 @@ _MESSAGE = "a CUDA device's name; use `get_accelerator().device_name(...)`"
 
 
 @RULE.on_node(cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call)
-def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
+def find(module: Module, node: cst.BaseExpression) -> Iterator[Match]:
     """Such a name, in all its spellings."""
     if device_text(node) is None:
         return
     if is_text(module, node):
         if is_key(module, node):
-            yield Place(
+            yield Match(
                 node,
                 f"{_MESSAGE} where it is no key",
                 name_edits(module, node),
@@ -63,7 +63,7 @@ def find(module: Module, node: cst.BaseExpression) -> Iterator[Place]:
     tier = Tier.UNSAFE if is_listed(module, node, *_OTHERS) or _is_other_choice(module, node) else None
     guards = guarded(module, node) if use.kind in ("Comparison", "ComparisonTarget") else None
     edits = name_edits(module, node, use.call)
-    yield Place(node, _MESSAGE, edits, tier, guards=guards)
+    yield Match(node, _MESSAGE, edits, tier, guards=guards)
 
 
 def _is_other_choice(module: Module, node: cst.BaseExpression) -> bool:

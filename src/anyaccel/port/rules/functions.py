@@ -9,7 +9,7 @@ import libcst as cst
 
 from anyaccel.cuda_names import CONTEXTS, FUNCTIONS
 from anyaccel.port.module import Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import guarded
 
 RULE = Rule(
@@ -40,7 +40,7 @@ _METHODS = FUNCTIONS | CONTEXTS
 
 
 @RULE.on_name(*(f"torch.cuda.{name}" for name in _METHODS))
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """A call or another use of such a function."""
     name = full.rpartition(".")[2]
     method = _METHODS[name]
@@ -56,16 +56,16 @@ def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[
             edits.append(module.first_argument(parent, "including_emulation=True"))  # CUDA's default
         if name == "is_available":
             guards = guarded(module, parent)
-    yield Place(node, f"`{full}`; use `get_accelerator().{method.name}`", tuple(edits), guards=guards)
+    yield Match(node, f"`{full}`; use `get_accelerator().{method.name}`", tuple(edits), guards=guards)
 
 
 @RULE.on_name("torch.cuda.get_device_name")
-def find_title(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find_title(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """get_device_name(i), which is a property of the device."""
     call = module.parent(node)
     if not isinstance(call, cst.Call) or call.func is not node:
-        yield Place(node, f"`{full}`: not fixed: only its calls can be replaced")
+        yield Match(node, f"`{full}`: not fixed: only its calls can be replaced")
         return
     edits = [module.replace(node, f"{module.accelerator}().device_properties"), module.after(call, ".name")]
     edits += [module.replace(arg.keyword, "device_index") for arg in call.args if arg.keyword is not None]
-    yield Place(node, f"`{full}`; use `get_accelerator().device_properties(...).name`", tuple(edits))
+    yield Match(node, f"`{full}`; use `get_accelerator().device_properties(...).name`", tuple(edits))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import guarded
 
 RULE = Rule(
@@ -28,7 +28,7 @@ _SETTINGS = re.compile(r"self|cls|args?|opts?|options|config|cfg|conf|flags|para
 
 
 @RULE.on_node(cst.Attribute)
-def find(module: Module, node: cst.Attribute) -> Iterator[Place]:
+def find(module: Module, node: cst.Attribute) -> Iterator[Match]:
     """The attribute, where it is read."""
     if node.attr.value != "is_cuda" or module.is_stored(node) or _SETTINGS.fullmatch(last_name(node.value)):
         return
@@ -36,4 +36,4 @@ def find(module: Module, node: cst.Attribute) -> Iterator[Place]:
         module.before(node.value, f"{module.accelerator}().on_accelerator("),
         Edit(module.end(node.value), module.span(node)[1], ")"),
     )
-    yield Place(node, "`.is_cuda`; use `get_accelerator().on_accelerator(...)`", edits, guards=guarded(module, node))
+    yield Match(node, "`.is_cuda`; use `get_accelerator().on_accelerator(...)`", edits, guards=guarded(module, node))

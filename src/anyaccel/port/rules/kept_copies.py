@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import use_of
 
 RULE = Rule(
@@ -22,7 +22,7 @@ RULE = Rule(
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """x.cpu() that is collected or kept in an attribute."""
     if last_name(node.func) != "cpu" or not isinstance(node.func, cst.Attribute) or node.args:
         return
@@ -32,7 +32,7 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
         kept = isinstance(use.node.targets[0].target, cst.Attribute | cst.Subscript)
     kept = kept or (use.call is not None and last_name(use.call.func) in ("append", "extend", "put"))
     if kept and last_name(node.func.value) != "clone":
-        yield Place(
+        yield Match(
             node, "`.cpu()` is kept: on a CPU it is no copy; write `.cpu().clone()` where the tensor changes later"
         )
 

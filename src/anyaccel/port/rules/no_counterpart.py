@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import SEVERAL, Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC501",
@@ -40,21 +40,21 @@ _ADVICE = {
 
 
 @RULE.on_name("torch.cuda", "torch.cuda.")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """A use of the module or of one of its parts."""
     part = full.removeprefix("torch.cuda").lstrip(".").partition(".")[0]
     if full == SEVERAL:
-        yield Place(
+        yield Match(
             node, f"`{module.source(node)}` has several imports, one of them from torch.cuda: import it in one way"
         )
     elif module.is_stored(node):
-        yield Place(node, f"`{full}`: it is assigned to; patch the accelerator's method instead")
+        yield Match(node, f"`{full}`: it is assigned to; patch the accelerator's method instead")
     elif part:
         advice = _ADVICE.get(part, 'no accelerator has it; guard it by `get_accelerator().device_name() == "cuda"`')
         if "device_name() ==" not in _condition(module, node):
-            yield Place(node, f"`{full}`: not fixed: {advice}", needs_cuda=True)
+            yield Match(node, f"`{full}`: not fixed: {advice}", needs_cuda=True)
     elif isinstance(module.parent(node), cst.Arg | cst.Assign | cst.Return | cst.IfExp):
-        yield Place(
+        yield Match(
             node, f"`{full}` as a value; use `get_accelerator()`", (module.replace(node, module.accelerator + "()"),)
         )
 

@@ -9,7 +9,7 @@ import libcst as cst
 
 from anyaccel.cuda_names import NVTX
 from anyaccel.port.module import Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC105",
@@ -23,13 +23,13 @@ RULE = Rule(
 
 
 @RULE.on_name("torch.cuda.nvtx.")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """One of its functions."""
     method = NVTX.get(full.rpartition(".")[2])
     call = module.parent(node)
     if method is None or not isinstance(module.parent(call), cst.Expr):
         advice = "range_push() and range_pop() in statements of their own are the accelerator's"
-        yield Place(node, f"`{full}`: not fixed: {advice}", needs_cuda=True)
+        yield Match(node, f"`{full}`: not fixed: {advice}", needs_cuda=True)
         return
     use = f"{module.accelerator}().{method.name}"
-    yield Place(node, f"`{full}`; use `get_accelerator().{method.name}(...)`", (module.replace(node, use),))
+    yield Match(node, f"`{full}`; use `get_accelerator().{method.name}(...)`", (module.replace(node, use),))

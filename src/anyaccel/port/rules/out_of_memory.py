@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC107",
@@ -21,9 +21,9 @@ RULE = Rule(
 
 
 @RULE.on_name("torch.cuda.OutOfMemoryError")
-def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Place]:
+def find(module: Module, node: cst.Name | cst.Attribute, full: str) -> Iterator[Match]:
     """The class, whatever is done with it."""
-    yield Place(
+    yield Match(
         node,
         f"`{full}`; use `torch.OutOfMemoryError`",
         (module.replace(node, "torch.OutOfMemoryError"),),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, dotted, text_of
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 from anyaccel.port.uses import is_text
 
 RULE = Rule(
@@ -58,7 +58,7 @@ _LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_in
 
 
 @RULE.on_node(cst.Import, cst.ImportFrom)
-def find_import(module: Module, node: cst.Import | cst.ImportFrom) -> Iterator[Place]:
+def find_import(module: Module, node: cst.Import | cst.ImportFrom) -> Iterator[Match]:
     """An import of such a package."""
     if isinstance(node, cst.Import):
         names = [dotted(each.name) for each in node.names]
@@ -68,26 +68,26 @@ def find_import(module: Module, node: cst.Import | cst.ImportFrom) -> Iterator[P
         name = dotted(node.module)
         names = [name]
         if name.split(".")[:2] == ["torch", "cuda"] and isinstance(node.names, cst.ImportStar):
-            yield Place(node, f"`from {name} import *`: name what is imported, so that its uses are seen")
+            yield Match(node, f"`from {name} import *`: name what is imported, so that its uses are seen")
         if name == "numba" and not isinstance(node.names, cst.ImportStar):
             names = [f"numba.{dotted(each.name)}" for each in node.names]
     for name in names:
         root = name.split(".")[0]
         if root == "triton":
-            yield Place(
+            yield Match(
                 node,
                 f"`import {name}`: guard Triton's kernels by get_accelerator().is_triton_supported()",
                 needs_cuda=True,
             )
         elif root in _TOOLS:
-            yield Place(node, f"`import {name}`: {_TOOLS_ADVICE}", needs_cuda=True)
+            yield Match(node, f"`import {name}`: {_TOOLS_ADVICE}", needs_cuda=True)
         elif root in _PACKAGES or name.startswith("numba.cuda"):
             advice = _PACKAGES.get(root, "write the kernel with torch")
-            yield Place(node, f"`import {name}`: it needs CUDA; {advice}", needs_cuda=True)
+            yield Match(node, f"`import {name}`: it needs CUDA; {advice}", needs_cuda=True)
 
 
 @RULE.on_node(cst.Name, cst.Attribute)
-def find_extension(module: Module, node: cst.Name | cst.Attribute) -> Iterator[Place]:
+def find_extension(module: Module, node: cst.Name | cst.Attribute) -> Iterator[Match]:
     """What compiles CUDA sources."""
     full = module.full_name(node)
     if not full.startswith("torch.utils.cpp_extension.") or isinstance(
@@ -98,11 +98,11 @@ def find_extension(module: Module, node: cst.Name | cst.Attribute) -> Iterator[P
     code = module.code(call).lower() if isinstance(call, cst.Call) else ""
     if full in _EXTENSIONS or (full in _LOADERS and ("cuda" in code or ".cu'" in code or '.cu"' in code)):
         advice = "build_extension() and op builders compile for other devices, see docs/ops.md"
-        yield Place(node, f"`{full}`: CUDA sources: not fixed: {advice}", needs_cuda=True)
+        yield Match(node, f"`{full}`: CUDA sources: not fixed: {advice}", needs_cuda=True)
 
 
 @RULE.on_node(cst.SimpleString)
-def find_command(module: Module, node: cst.SimpleString) -> Iterator[Place]:
+def find_command(module: Module, node: cst.SimpleString) -> Iterator[Match]:
     """A call of nvidia-smi."""
     if (text_of(node) or "").startswith(("nvidia-smi", "/usr/bin/nvidia-smi")) and not is_text(module, node):
-        yield Place(node, f"`nvidia-smi`: {_TOOLS_ADVICE}", needs_cuda=True)
+        yield Match(node, f"`nvidia-smi`: {_TOOLS_ADVICE}", needs_cuda=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Edit, Module
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC302",
@@ -24,7 +24,7 @@ y = torch.empty(2, pin_memory=get_accelerator().device_name() != "cpu")""",
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """The methods pin_memory and is_pinned, and the argument of torch's functions that make tensors."""
     match node:
         case cst.Call(func=cst.Attribute(value=value, attr=cst.Name("pin_memory" | "is_pinned") as name), args=[]):
@@ -32,7 +32,7 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
                 begin = module.before(value, module.method(name.value)[:-1])
                 edits: tuple[Edit, ...] = (begin, Edit(module.end(value), module.span(node)[1], ")"))
                 edits = () if "#" in module.source(node)[len(module.source(value)) :] else edits
-                yield Place(node, f"`.{name.value}()`; use `get_accelerator().{name.value}(...)`", edits)
+                yield Match(node, f"`.{name.value}()`; use `get_accelerator().{name.value}(...)`", edits)
         case cst.Call(func=func, args=args) if (
             module.full_name(func).count(".") == 1 and module.full_name(func)[:6] == "torch."
         ):
@@ -40,4 +40,4 @@ def find(module: Module, node: cst.Call) -> Iterator[Place]:
                 match arg:
                     case cst.Arg(keyword=cst.Name("pin_memory"), value=cst.Name("True") as value):
                         edit = module.replace(value, f'{module.method("device_name")} != "cpu"')
-                        yield Place(value, "`pin_memory=True`; use it where there is a device", (edit,))
+                        yield Match(value, "`pin_memory=True`; use it where there is a device", (edit,))

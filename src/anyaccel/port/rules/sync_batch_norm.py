@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, dotted, last_name
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC404",
@@ -24,14 +24,14 @@ RULE = Rule(
 
 
 @RULE.on_node(cst.Call)
-def find(module: Module, node: cst.Call) -> Iterator[Place]:
+def find(module: Module, node: cst.Call) -> Iterator[Match]:
     """The conversion of a model, or the layer itself."""
     name = last_name(node.func)
     if name == "SyncBatchNorm":
-        yield Place(node, "`SyncBatchNorm`: not fixed: torch has it for GPUs only", needs_cuda=True)
+        yield Match(node, "`SyncBatchNorm`: not fixed: torch has it for GPUs only", needs_cuda=True)
     elif name == "convert_sync_batchnorm" and not isinstance(module.parent(node), cst.IfExp):
         argument = dotted(node.args[0].value) if node.args else ""
         closing = f' if {module.method("device_name")} != "cpu" else {argument}'
         safe_place = isinstance(module.parent(node), cst.Assign | cst.Return)
         edits = (module.after(node, closing),) if argument and safe_place else ()
-        yield Place(node, "`convert_sync_batchnorm`, which a CPU has not; use it where there is a device", edits)
+        yield Match(node, "`convert_sync_batchnorm`, which a CPU has not; use it where there is a device", edits)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from anyaccel.port.module import Module, text_of
-from anyaccel.port.rule import Place, Rule, Tier
+from anyaccel.port.rule import Match, Rule, Tier
 
 RULE = Rule(
     code="ACC402",
@@ -21,8 +21,8 @@ RULE = Rule(
 
 
 @RULE.on_node(cst.SimpleString)
-def find(module: Module, node: cst.SimpleString) -> Iterator[Place]:
+def find(module: Module, node: cst.SimpleString) -> Iterator[Match]:
     """The variable's name in a string."""
     if text_of(node) == "CUDA_VISIBLE_DEVICES":
         advice = "visible_devices_envs() has the accelerator's variables, set_visible_devices_envs() writes them"
-        yield Place(node, f"`CUDA_VISIBLE_DEVICES`: not fixed: {advice}")
+        yield Match(node, f"`CUDA_VISIBLE_DEVICES`: not fixed: {advice}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.numerals import whole_number
+from anyaccel.numerals import to_integer
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class EngineSettings:
             "replicas": 0,
             "draft_tokens": 0,
         }.items():
-            if whole_number(name, getattr(self, name)) < least:
+            if to_integer(name, getattr(self, name)) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be at least {least}")
         if not 0 <= self.step_s < float("inf"):
             raise UsageError(f"step_s={self.step_s}: must be 0 (chosen from measured rates) or above")

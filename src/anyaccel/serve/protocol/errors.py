@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.outside import line, shown
 from anyaccel.serve.interface import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
+from anyaccel.validation import one_line, short_repr
 
 _FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
 # Our messages instead of those of pydantic that say less, or that use Python's names.
@@ -76,8 +76,8 @@ def invalid(error: ValidationError, given: Any) -> ApiError:
     param = _written(place)
     text = _MESSAGES.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
     show_value = chosen["type"] not in ("missing", "too_long", "too_short")  # pydantic's text has the length
-    value = f", not {shown(_at(given, place))}" if show_value else ""
-    return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)
+    value = f", not {short_repr(_at(given, place))}" if show_value else ""
+    return ApiError(400, one_line(f"{param or 'the body'}: {text}{value}"), param or None)
 
 
 def _path(loc: Sequence[int | str], given: Any, missing: bool) -> tuple[int | str, ...]:
@@ -102,7 +102,7 @@ def _at(given: Any, path: Sequence[int | str]) -> Any:
 
 def _written(path: Sequence[int | str]) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return line(text.removeprefix("."))
+    return one_line(text.removeprefix("."))
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anyaccel.outside import Values, read_json
+from anyaccel.validation import Fields, read_json
 
 # Our name -> the name in llama.cpp's metadata (https://github.com/ggml-org/llama.cpp/pull/17120).
 _GGUF = {
@@ -58,7 +58,7 @@ def parse_defaults(given: Mapping[str, Any], where: str) -> SamplingDefaults:
     Raises:
         ModelError: a value is invalid.
     """
-    values = Values(given, where)
+    values = Fields(given, where)
 
     def number(name: str, default: float, most: float, above: float = -1.0) -> float:
         # Rounds away the error of a GGUF file's 32-bit floats: 0.95 must stay 0.95.
@@ -67,7 +67,7 @@ def parse_defaults(given: Mapping[str, Any], where: str) -> SamplingDefaults:
     return SamplingDefaults(
         temperature=number("temperature", 1.0, 100),
         top_p=number("top_p", 1.0, 1),
-        top_k=max(0, values.whole("top_k", 0, -1)),
+        top_k=max(0, values.get_int("top_k", 0, -1)),
         min_p=number("min_p", 0.0, 1),
         repetition_penalty=number("repetition_penalty", 1.0, 1e6, 0.0),
     )

@@ -21,7 +21,7 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.cluster.address import is_this_host
 from anyaccel.launch.cluster.hostfile import parse_hostfile, read_hostfile, select_hosts
 from anyaccel.launch.plan.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
-from anyaccel.numerals import parse_whole
+from anyaccel.numerals import parse_integer
 
 from .._cover import cover, refuse
 
@@ -186,7 +186,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
     """
     host, colon, slots = node_config.partition(":")
     try:
-        return host, [parse_whole(number.strip()) for number in slots.split(",")] if colon else []
+        return host, [parse_integer(number.strip()) for number in slots.split(",")] if colon else []
     except ValueError:
         raise UsageError(f"{node_config!r} names slots that are not numbers; write it as worker-1:0,2") from None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import RollbackError
-from anyaccel.ops._native_step import Batch
+from anyaccel.ops._native_step import TensorBatch
 from anyaccel.ops.adam import CPUAdam
 from anyaccel.ops.builders.host import CPUAdamBuilder
 from anyaccel.ops.optimizer_ops import AdamOp
@@ -53,7 +53,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         for group, param, grad in self._with_gradients():
             state = self._prepared_state(param, group, subgroup_id)
             moments = [[state[name]] for name in self.MOMENTS]
-            self._native.run(Batch([param], [grad], moments, [state["step"]], None), *self._hyper(group))
+            self._native.run(TensorBatch([param], [grad], moments, [state["step"]], None), *self._hyper(group))
             torch.autograd.graph.increment_version(param)
         return loss
 

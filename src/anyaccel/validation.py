@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from anyaccel.errors import ModelError
 
-MOST: Final = (1 << 31) - 1  # of whole numbers: what fits the native code
+MAX_INT: Final = (1 << 31) - 1  # of whole numbers: what fits the native code
 _MOST_JSON = 64 << 20  # bytes
 _MOST_TOLD = 300  # characters of what another package says
 
@@ -30,23 +30,23 @@ _repr.maxstring = _repr.maxother = 120
 _repr.maxlong = 60  # digits
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value for a message: one short line, whatever it is."""
     return " ".join(_repr.repr(value).split())
 
 
-def line(said: str) -> str:
+def one_line(said: str) -> str:
     """A text as a part of a line of ours: without breaks and what terminals obey, and cut where it is long."""
     words = "".join(filter(str.isprintable, " ".join(said[: 2 * _MOST_TOLD].split())))
     return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}…"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What another package's error says, for a line of ours."""
-    return line(str(error)) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__
 
 
-def whole(value: Any, what: str, minimum: int = 0, maximum: int = MOST) -> int:
+def check_integer(value: Any, what: str, minimum: int = 0, maximum: int = MAX_INT) -> int:
     """A whole number; JSON's 64.0 is one too.
 
     Args:
@@ -57,49 +57,51 @@ def whole(value: Any, what: str, minimum: int = 0, maximum: int = MOST) -> int:
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not minimum <= value <= maximum or int(value) != value:
-        raise ModelError(f"{what}={shown(value)} is not a whole number of {minimum} to {maximum}")
+        raise ModelError(f"{what}={short_repr(value)} is not a whole number of {minimum} to {maximum}")
     return int(value)
 
 
-def number(value: Any, what: str, minimum: float = -math.inf, maximum: float = 1e30, above: float = -math.inf) -> float:
+def check_number(
+    value: Any, what: str, minimum: float = -math.inf, maximum: float = 1e30, above: float = -math.inf
+) -> float:
     """A finite number from `minimum` to `maximum`, and greater than `above`."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not max(minimum, -1e30) <= value <= maximum or value <= above:
         bounds = [f" above {above:g}"] if above > -math.inf else [f" of at least {minimum:g}"] * (minimum > -math.inf)
         bounds += [f", at most {maximum:g}"] * (maximum < 1e30 or (good and value > maximum))
-        raise ModelError(f"{what}={shown(value)} is not a number{''.join(bounds)}")
+        raise ModelError(f"{what}={short_repr(value)} is not a number{''.join(bounds)}")
     return float(value)
 
 
-def flag(value: Any, what: str) -> bool:
+def check_bool(value: Any, what: str) -> bool:
     """True or false; some configs say 0 and 1."""
     if not isinstance(value, bool | int) or value not in (0, 1):
-        raise ModelError(f"{what}={shown(value)} is neither true nor false")
+        raise ModelError(f"{what}={short_repr(value)} is neither true nor false")
     return bool(value)
 
 
-def text(value: Any, what: str, known: Collection[str] | None = None) -> str:
+def check_text(value: Any, what: str, known: Collection[str] | None = None) -> str:
     """A text; one of `known`."""
     if not isinstance(value, str):
-        raise ModelError(f"{what}={shown(value)} is not a text")
+        raise ModelError(f"{what}={short_repr(value)} is not a text")
     if known is not None and value not in known:
-        raise ModelError(f"{what}={shown(value)} is none of {', '.join(known)}")
+        raise ModelError(f"{what}={short_repr(value)} is none of {', '.join(known)}")
     return value
 
 
-def items(value: Any, what: str, count: int | None = None) -> list[Any]:
+def check_list(value: Any, what: str, count: int | None = None) -> list[Any]:
     """A list, of `count` entries."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise ModelError(f"{what}={shown(value)} is not a list")
+        raise ModelError(f"{what}={short_repr(value)} is not a list")
     if count is not None and len(value) != count:
         raise ModelError(f"{what} has {len(value)} entries, not {count}")
     return list(value)
 
 
-def mapping(value: Any, what: str) -> dict[str, Any]:
+def check_mapping(value: Any, what: str) -> dict[str, Any]:
     """An object of JSON."""
     if not isinstance(value, Mapping):
-        raise ModelError(f"{what}={shown(value)} is not an object")
+        raise ModelError(f"{what}={short_repr(value)} is not an object")
     return dict(value)
 
 
@@ -169,13 +171,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelError(f"{path}: not JSON that can be read (nested too deeply)") from None
     except ValueError as error:
-        raise ModelError(f"{path}: not JSON that can be read ({told(error)})") from None
+        raise ModelError(f"{path}: not JSON that can be read ({error_text(error)})") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: not a JSON object")
     return found
 
 
-class Values:
+class Fields:
     """An object of JSON, or what is like one; a value that is null is missing.
 
     Args:
@@ -208,11 +210,11 @@ class Values:
             raise ModelError(f"{self.where}{name} is missing")
         return value
 
-    def whole(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MOST) -> int:
+    def get_int(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MAX_INT) -> int:
         """A whole number; without a default it must be there. The others are alike."""
         if default is not None and not self.has(name):
             return default
-        return whole(self.required(name), self.where + name, minimum, maximum)
+        return check_integer(self.required(name), self.where + name, minimum, maximum)
 
     def number(
         self,
@@ -224,39 +226,41 @@ class Values:
     ) -> float:
         if default is not None and not self.has(name):
             return default
-        return number(self.required(name), self.where + name, minimum, maximum, above)
+        return check_number(self.required(name), self.where + name, minimum, maximum, above)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        return flag(self._value(name), self.where + name) if self.has(name) else default
+    def get_bool(self, name: str, default: bool = False) -> bool:
+        return check_bool(self._value(name), self.where + name) if self.has(name) else default
 
     def text(self, name: str, default: str | None = None, known: Collection[str] | None = None) -> str:
         if default is not None and not self.has(name):
             return default
-        return text(self.required(name), self.where + name, known)
+        return check_text(self.required(name), self.where + name, known)
 
     def items(self, name: str) -> list[Any]:
         """A list, empty when it is missing."""
-        return items(self._value(name), self.where + name) if self.has(name) else []
+        return check_list(self._value(name), self.where + name) if self.has(name) else []
 
     def numbers(self, name: str, count: int | None = None, above: float = -math.inf) -> list[float]:
         """Numbers, `count` of them."""
         what = self.where + name
-        found = items(self.required(name), what, count)
+        found = check_list(self.required(name), what, count)
         good = set(map(type, found)) == {float} and not any(map(math.isnan, found))
         if good and above < min(found) and -1e30 <= min(found) <= max(found) <= 1e30:
             return found  # most lists are long and right
-        return [number(each, f"{what}[{at}]", above=above) for at, each in enumerate(found)]
+        return [check_number(each, f"{what}[{at}]", above=above) for at, each in enumerate(found)]
 
-    def wholes(self, name: str, minimum: int = 0, maximum: int = MOST) -> list[int]:
+    def get_ints(self, name: str, minimum: int = 0, maximum: int = MAX_INT) -> list[int]:
         what = self.where + name
-        found = items(self.required(name), what)
+        found = check_list(self.required(name), what)
         if set(map(type, found)) == {int} and minimum <= min(found) <= max(found) <= maximum:
             return found
-        return [whole(each, f"{what}[{at}]", minimum, maximum) for at, each in enumerate(found)]
+        return [check_integer(each, f"{what}[{at}]", minimum, maximum) for at, each in enumerate(found)]
 
-    def mapping(self, name: str) -> Values:
+    def mapping(self, name: str) -> Fields:
         """An object, empty when it is missing."""
-        return Values(mapping(self._value(name), self.where + name) if self.has(name) else {}, f"{self.where}{name}: ")
+        return Fields(
+            check_mapping(self._value(name), self.where + name) if self.has(name) else {}, f"{self.where}{name}: "
+        )
 
     def known(self) -> dict[str, Any]:
         """All values that are there."""
