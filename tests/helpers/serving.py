@@ -13,7 +13,7 @@ import native_models
 from anyaccel.inference.native.runtime import NativeModel
 from anyaccel.serve.engine.decoders import LocalDecoder
 from anyaccel.serve.engine.engine import ServingEngine
-from anyaccel.serve.engine.facts import StepDecoder, context_of
+from anyaccel.serve.engine.facts import StepDecoder, served_context
 from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.interface import GenerationRequest, ModelFacts, SamplingParams, TokenLogprob
@@ -30,7 +30,7 @@ def native(case: str = "llama", **options: Any) -> NativeModel:
 
 
 def decoder_of(model: NativeModel, settings: EngineSettings) -> LocalDecoder:
-    context = context_of(model.spec.max_tokens, settings)
+    context = served_context(model.spec.max_tokens, settings)
     return LocalDecoder(model, ModelFacts(context, model.spec.vocab, frozenset({2}), model.spec.hidden, "fp32"))
 
 

@@ -16,10 +16,10 @@ from anyaccel.serve.engine.facts import (
     ONLY_NATIVE,
     StepDecoder,
     check_pages,
-    context_of,
     lacking,
     limited,
     plan_line,
+    served_context,
     shares_prefixes,
     with_own_ends,
 )
@@ -117,7 +117,7 @@ def open_decoder(
     describe_weights(native, screen)
     spec = native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
-    context = context_of(native.spec.max_tokens, settings)
+    context = served_context(native.spec.max_tokens, settings)
     decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
     on_device = native.runtime == "device"
     where = "one process and its accelerator" if on_device else f"one process of {native.model.threads} threads"

@@ -93,7 +93,7 @@ def limited(facts: ModelFacts, cache_pages: int) -> ModelFacts:
     return replace(facts, context=min(facts.context or room, room))
 
 
-def context_of(context: int, settings: EngineSettings) -> int:
+def served_context(context: int, settings: EngineSettings) -> int:
     """The model's context, or the shorter one of the settings.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.inference.ranks.control import EXIT_GRACE, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
-from anyaccel.serve.engine.facts import check_pages, context_of, limited, plan_line, with_own_ends
+from anyaccel.serve.engine.facts import check_pages, limited, plan_line, served_context, with_own_ends
 from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
@@ -49,7 +49,7 @@ class RanksDecoder:
         count = f"{options.ranks} ranks" if options.ranks > 1 else "one process"
         where = f"{count} of {first['threads']} threads" if first["threads"] else f"{count} with a device each"
         facts = ModelFacts(
-            context_of(first["context"], settings),
+            served_context(first["context"], settings),
             first["vocabulary"],
             frozenset(ends),
             first["hidden"],
