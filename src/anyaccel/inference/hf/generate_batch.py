@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.native.runtime import check_memory
+from anyaccel.inference.native.runtime import cache_bytes, check_memory
 from anyaccel.numerals import to_integer
 from anyaccel.validation import short_repr
 
@@ -70,9 +70,8 @@ def _batches(native: NativeModel, lengths: Sequence[int], copies: int, new: int)
     """
     batch: list[int] = []
     for row, length in enumerate(lengths):
-        if batch and (
-            len(batch) * copies >= _MOST_ROWS or not _fits(native, [lengths[r] for r in (*batch, row)], copies, new)
-        ):
+        size = cache_bytes(native, [lengths[r] for r in (*batch, row)], copies, new)
+        if batch and (len(batch) * copies >= _MOST_ROWS or size > native.model.cache_limit_bytes):
             yield batch
             batch = []
         if not batch:
@@ -80,14 +79,6 @@ def _batches(native: NativeModel, lengths: Sequence[int], copies: int, new: int)
         batch.append(row)
     if batch:
         yield batch
-
-
-def _fits(native: NativeModel, lengths: list[int], copies: int, new: int) -> bool:
-    try:
-        check_memory(native, lengths, copies, new)
-    except UsageError:
-        return False
-    return True
 
 
 def _answers(module: Any, prompts: list[list[int]], config: Any, new: int) -> list[list[list[int]]]:

@@ -381,11 +381,15 @@ def logits_error(dtype: object) -> ModelError:
     return ModelError(f"the model's logits are NaN or infinite in {dtype}; try another dtype, such as fp32")
 
 
+def cache_bytes(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> int:
+    """The bytes of keys and values of a batch: `copies` answers of `new` tokens to prompts of these lengths."""
+    pages = sum(-(-(length + new) // PAGE) + (copies - 1) * (-(-new // PAGE) + 1) for length in prompts)
+    return pages * PAGE * native.model.cache_bytes_per_token()
+
+
 def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:
     """Raise UsageError, with the bytes, when the cache of a batch cannot fit."""
-    model = native.model
-    pages = sum(-(-(length + new) // PAGE) + (copies - 1) * (-(-new // PAGE) + 1) for length in prompts)
-    needed = pages * PAGE * model.cache_bytes_per_token()
+    model, needed = native.model, cache_bytes(native, prompts, copies, new)
     if needed > model.cache_limit_bytes:
         from anyaccel import _llm
 

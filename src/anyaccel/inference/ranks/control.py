@@ -268,12 +268,12 @@ class Ranks:
         self.send("options", model=str(path), options=asdict(options), summary=summary)
 
     def loaded(self, screen: Reporter) -> list[dict[str, Any]]:
-        """Show the ranks' progress, let them meet, and return the "ready" message of each.
+        """Show the ranks' progress, pass on what they exchange, and return the "ready" message of each.
 
         Raises:
             AnyAccelError: a rank has failed.
         """
-        said: dict[int, Any] = {}
+        exchanged: dict[int, Any] = {}
         ready: dict[int, dict[str, Any]] = {}
         done: dict[int, tuple[int, int]] = {}
         watch = LoadingWatch(self.processes.names, self.timeout)
@@ -287,13 +287,12 @@ class Ranks:
                 done[rank] = message["done"], message["total"]
                 if len(done) == len(self.channels) and done[rank] != before:
                     screen.progress(*(sum(numbers) for numbers in zip(*done.values(), strict=True)))
-            elif what == "say":
-                said[rank] = message["value"]
+            elif what == "exchange":
+                exchanged[rank] = message["value"]
                 watch.waits(rank)
-                if len(said) == len(self.channels):
-                    everybodys = [said[each] for each in sorted(said)]
-                    said.clear()
-                    self.send("all", all=everybodys)
+                if len(exchanged) == len(self.channels):
+                    self.send("exchanged", values=[exchanged[each] for each in sorted(exchanged)])
+                    exchanged.clear()
                     watch.resume()
             elif what == "ready":
                 ready[rank] = message

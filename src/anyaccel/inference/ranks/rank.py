@@ -156,9 +156,9 @@ def _place(channel: Channel, rank: int, options: ModelOptions) -> RankPlace:
         return RankPlace()
 
     def exchange(value: Any) -> list[Any]:
-        channel.send(kind="say", value=value)
+        channel.send(kind="exchange", value=value)
         # Without a deadline, as the slowest rank may load for long, and the command notices one that ends.
-        values: list[Any] = channel.receive()["all"]
+        values: list[Any] = channel.receive()["values"]
         return values
 
     def connect(
