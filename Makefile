@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
-.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package wheels
+.PHONY: test-machines machines-tools bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package wheels
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -108,8 +108,15 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: ready ## lint, the native tests, in short those of arm64 with qemu, and the tests without the slow ones
 	$(PYTEST) -m "not slow"
 
-test-all: ready bench-peers sanitize test-arm64 test-cross arm64-package ## lint, the native tests with and without sanitizers and for other machines, and every test
-	$(PYTEST)
+test-machines: $(STAMP)-dev $(STAMP)-build machines-tools ## machines of many shapes, booted with qemu: bindings, memory and limits there
+	$(BIN)/python -m pytest tests/machines -n 0
+
+machines-tools:
+	@tools/install_test_tools.sh machines
+
+test-all: ready bench-peers sanitize test-arm64 test-cross arm64-package machines-tools ## lint, the native tests with and without sanitizers and for other machines, and every test
+	$(PYTEST) --ignore tests/machines
+	$(BIN)/python -m pytest tests/machines -n 0
 
 check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)
 	@$(BIN)/python tools/check.py $(addprefix --base ,$(BASE))

@@ -5,6 +5,7 @@
 # What is there is left alone (then it takes 0.1 s); what cannot be had is one line, and the tests that need it are
 # skipped. Nothing that is installed here is started, now or at the next boot.
 # And on x86-64 the cross compiler of arm64 with qemu, for the native tests that `make test` runs for it.
+# With the argument `machines`: instead qemu and what tests/machines boots with it.
 # With arguments, `cross MACHINE...`: instead the cross compilers for these machines (as uname -m calls them) and qemu,
 # for tools/test_cross.sh.
 set -uo pipefail
@@ -30,6 +31,12 @@ if [ "${1:-}" = cross ]; then
     triple=${machine/ppc64le/powerpc64le}-linux-gnu
     wanted="$wanted $triple-g++:g++-$triple qemu-$machine:qemu-user"
   done
+fi
+
+if [ "${1:-}" = machines ]; then
+  what="tests of machines that boot"
+  wanted="qemu-system-x86_64:qemu-system-x86 busybox:busybox-static cpio:cpio depmod:kmod numactl:numactl
+    lstopo-no-graphics:hwloc-nox mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich ip:iproute2 sshd:openssh-server"
 fi
 
 packages=

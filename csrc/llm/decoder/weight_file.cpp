@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -71,6 +72,40 @@ bool is_local(int fd) {
   struct statfs system;
   if (fstatfs(fd, &system) != 0) return false;
   return std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(system.f_type)) != std::end(kLocal);
+}
+
+// Whether the pages of a mapped file lie on the nodes that this process takes its memory from. Those that another
+// process has read first lie where that one is: a copy then costs memory, and each step reads it from near.
+bool is_near(uint8_t* data, size_t bytes) {
+#if defined(SYS_get_mempolicy) && defined(SYS_move_pages)
+  constexpr int kPreferred = 1, kBind = 2, kPreferredMany = 5, kMode = 0xff;
+  constexpr size_t kPages = 256, kNodes = 1024, kWord = 8 * sizeof(unsigned long);
+  int mode = 0;
+  unsigned long nodes[kNodes / kWord] = {};
+  if (syscall(SYS_get_mempolicy, &mode, nodes, kNodes, nullptr, 0) != 0) return true;
+  mode &= kMode;
+  if (mode != kPreferred && mode != kBind && mode != kPreferredMany) return true;
+  const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t step = std::max(bytes / page_bytes / kPages, size_t{1}) * page_bytes;
+  std::vector<void*> pages;
+  for (size_t at = 0; at < bytes; at += step) {
+    unsigned char resident = 0;
+    if (mincore(data + at, 1, &resident) != 0 || (resident & 1) == 0) continue;  // it will be read to our own node
+    [[maybe_unused]] const uint8_t touched = *static_cast<volatile uint8_t*>(data + at);
+    pages.push_back(data + at);
+  }
+  std::vector<int> where(pages.size());
+  if (pages.empty() || syscall(SYS_move_pages, 0, pages.size(), pages.data(), nullptr, where.data(), 0) != 0)
+    return true;
+  const auto is_far = [&](int node) {
+    const auto bit = static_cast<size_t>(node);
+    return node >= 0 && bit < kNodes && (nodes[bit / kWord] >> bit % kWord & 1) == 0;
+  };
+  return static_cast<size_t>(std::count_if(where.begin(), where.end(), is_far)) * 100 <= pages.size();
+#else
+  (void)data, (void)bytes;
+  return true;
+#endif
 }
 
 void read_all(int fd, int64_t offset, uint8_t* to, size_t bytes) {
@@ -146,6 +181,10 @@ uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threa
   void* pages = MAP_FAILED;
   if (bytes >= kHugePage && is_local(fd))
     pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, offset);
+  if (pages != MAP_FAILED && !is_near(static_cast<uint8_t*>(pages), bytes)) {
+    munmap(pages, bytes);
+    pages = MAP_FAILED;
+  }
   if (pages == MAP_FAILED) return read_weights(fd, offset, data, bytes, threads, progress);
   // Mapped elsewhere first: a mapping that fails in the place of `data` would leave no memory there.
   if (mremap(pages, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data) == MAP_FAILED) {
