@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from anyaccel.launch.local.protocol import SENT_TO_ALL
 from waiting import wait_for
 
 RUN = [sys.executable, "-m", "anyaccel", "run", "--no_local_rank"]
@@ -234,7 +235,7 @@ def test_user_signals_are_for_the_workers_and_end_nothing(start, tmp_path, monke
         for pid in [launcher.pid, *(sorted(others) + workers if everything else [])]:
             os.kill(pid, getattr(signal, name))
         wait_for(lambda count=count: all(len(each) > count for each in got(tmp_path)), f"workers got {name}")
-        time.sleep(0.5 if everything else 0)  # one that came twice would be here by now
+        time.sleep(SENT_TO_ALL + 0.5 if everything else 0)  # one that came twice would be here by now
     launcher.send_signal(signal.SIGTERM)
     errors = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 128 + signal.SIGTERM, errors

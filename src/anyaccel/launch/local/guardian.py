@@ -32,6 +32,7 @@ from anyaccel.launch.local.protocol import (
     LEFTOVER_GRACE,
     REPORT_BYTES,
     SAME_MOMENT,
+    SENT_TO_ALL,
     STDERR_CLOSED,
     Link,
 )
@@ -303,8 +304,8 @@ class _Guardian:
             number, now = byte & ~DELIVERED, time.monotonic()
             if number not in PASSED_ON:
                 self._stop(number, delivered=bool(byte & DELIVERED))
-            elif now > self._came_here.get(number, -SAME_MOMENT) + SAME_MOMENT:
-                self._pass_on_at.setdefault(number, now + SAME_MOMENT)
+            elif now > self._came_here.get(number, -SENT_TO_ALL) + SENT_TO_ALL:
+                self._pass_on_at.setdefault(number, now + SENT_TO_ALL)
 
     def _lose_launcher(self) -> None:
         self._launcher_gone = True

@@ -23,6 +23,9 @@ REPORT_BYTES = 1 << 17
 DUE = struct.Struct("d")
 # Seconds that count as the same moment: a worker may die of Ctrl-C before the launcher has forwarded the signal.
 SAME_MOMENT = 0.1
+# Seconds within which a signal for the workers that the launcher and the guardian both get has been sent to all
+# processes of the job, so that it is not passed on. On a busy machine the sender may pause between the two.
+SENT_TO_ALL = 1.0
 # Seconds to wait after SIGKILL: freeing much memory takes a while, and a stuck disk may take for ever.
 KILL_TIMEOUT = 30.0
 # Seconds that processes which the workers left behind have between SIGTERM and SIGKILL.
