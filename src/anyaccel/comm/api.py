@@ -19,7 +19,7 @@ from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import dtype_code, op_code
 from anyaccel.comm.heartbeat import known_heartbeat
 from anyaccel.comm.hierarchy import HierarchicalGroup
-from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.comm.shm_group import ShmProcessGroup
 from anyaccel.comm.tensors import InPlaceTarget, values
 from anyaccel.comm.untraced import untraced
 from anyaccel.errors import AnyAccelError, CommError, UsageError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from anyaccel.comm.dtypes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from anyaccel.comm.python_group import divide_by
+from anyaccel.comm.process_group import divide_by
 from anyaccel.comm.tensors import as_bytes
 
 # The dtypes that gloo reduces itself; other tensors are gathered, and reduced by torch.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.comm.dtypes import CODES, OP_NAMES, SUM, dtype_code, op_code
-from anyaccel.comm.python_operations import MismatchError
+from anyaccel.comm.operations import MismatchError
 
 _OPERATIONS = (
     *("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather"),

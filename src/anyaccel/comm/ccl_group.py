@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from anyaccel.comm import ccl
 from anyaccel.comm.dtypes import AVG, BOOL_OPS, MAX, MIN, OP_NAMES, PRODUCT, SUM
-from anyaccel.comm.python_group import PythonGroup, divide_by
-from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Wait
+from anyaccel.comm.messages import Message
+from anyaccel.comm.operations import Wait
+from anyaccel.comm.process_group import PythonGroup, divide_by
 from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes
 from anyaccel.errors import CommError, CommTimeoutError, UsageError

@@ -26,9 +26,9 @@ from anyaccel.comm import call_signatures, shm
 from anyaccel.comm.between_hosts import HostMessage, narrow, reduce_hosts, widen
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower
 from anyaccel.comm.heartbeat import Heartbeat, connect
-from anyaccel.comm.python_group import PythonGroup
-from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import MismatchError
+from anyaccel.comm.messages import Message
+from anyaccel.comm.operations import MismatchError
+from anyaccel.comm.process_group import PythonGroup
 from anyaccel.comm.rendezvous import Rendezvous
 from anyaccel.comm.tensors import as_bytes
 from anyaccel.comm.torch_backend import SYNCHRONOUS

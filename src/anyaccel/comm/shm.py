@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
-from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.rendezvous import Rendezvous
+from anyaccel.comm.shm_group import ShmProcessGroup
 from anyaccel.errors import AnyAccelError, CommError
 from anyaccel.launch.cluster.machines import host_identity as host_identity
 

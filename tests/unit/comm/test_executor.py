@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from anyaccel.comm.executor import Executor
-from anyaccel.comm.process_group import _stop
+from anyaccel.comm.shm_group import _stop
 from anyaccel.comm.work import OperationWork
 from anyaccel.errors import CommError
 from waiting import wait_for

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from anyaccel import _native
 from anyaccel.comm import backends, log
-from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.comm.shm_group import ShmProcessGroup
 
 CPU = torch.device("cpu")
 

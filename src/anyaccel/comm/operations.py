@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from anyaccel.comm.python_messages import Message
+from anyaccel.comm.messages import Message
 from anyaccel.comm.torch_backend import TorchGroup
 from anyaccel.errors import CommError, UsageError
 
