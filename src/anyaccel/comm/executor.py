@@ -260,15 +260,15 @@ class Executor:
         """The next operation that callbacks submit; None when they have lost their priority."""
         held = 0.0  # seconds that they have held up other operations
         while True:
-            patience = min(self._timeout() / 2, threading.TIMEOUT_MAX)
-            turn = max(min(patience - held, _WARN_SECONDS), 0.0)
+            longest = min(self._timeout() / 2, threading.TIMEOUT_MAX)
+            turn = max(min(longest - held, _WARN_SECONDS), 0.0)
             somebody_waits = self._closed or self.pending > len(self._prioritised)
             try:
                 job = callbacks.jobs.get(timeout=turn)
             except queue.Empty:
                 if not somebody_waits:
                     held = 0.0
-                elif (held := held + turn) >= patience:
+                elif (held := held + turn) >= longest:
                     self._release(callbacks, held)
                     return None
                 elif held == turn:
@@ -277,7 +277,7 @@ class Executor:
                         "that, it is to wait for its work, not for something that follows it; after %.3g s the group "
                         "goes on",
                         held,
-                        patience,
+                        longest,
                     )
                 continue
             if isinstance(job, tuple):

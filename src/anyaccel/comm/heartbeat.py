@@ -136,29 +136,29 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
         CommTimeoutError: a rank did not come; it is named.
         CommError: they cannot be connected.
     """
-    held = dict(_connected)  # until all ranks have decided, which they do alike by what is in the cards
+    held = dict(_connected)  # until all ranks have decided, which they do alike by what they exchange
     known = {name: _own_rank[name] for name in held}
-    cards = [json.loads(text) for text in exchange(json.dumps({"known": known, "nonce": secrets.token_hex(8)}))]
-    tag = cards[0]["nonce"]
-    common = sorted(set.intersection(*(set(card["known"]) for card in cards)))
+    handshakes = [json.loads(text) for text in exchange(json.dumps({"known": known, "nonce": secrets.token_hex(8)}))]
+    tag = handshakes[0]["nonce"]
+    common = sorted(set.intersection(*(set(handshake["known"]) for handshake in handshakes)))
     if common:
-        numbers = [card["known"][common[0]] for card in cards]
+        numbers = [handshake["known"][common[0]] for handshake in handshakes]
         return Heartbeat(held[common[0]], numbers, rank, tag, _silence(timeout_s, _beat[common[0]]))
     error, made, beat_s = "", None, min(_BEAT_SECONDS, timeout_s / 4)
     try:
         made = _native.RankWatch(rank, size, addresses_for_others(), beat_s)
     except (OSError, ValueError, AnyAccelError) as problem:
         error = str(problem)
-    told = [json.loads(text) for text in exchange(json.dumps([made.endpoint if made else "", error]))]
-    problems = [f"rank {number}: {text}" for number, (_, text) in enumerate(told) if text]
+    answers = [json.loads(text) for text in exchange(json.dumps([made.endpoint if made else "", error]))]
+    problems = [f"rank {number}: {text}" for number, (_, text) in enumerate(answers) if text]
     if problems or made is None:
         logger.warning("ranks that are lost will not be named: %s", "; ".join(problems))
         return None
     try:
-        made.connect([card for card, _ in told], timeout_s)
+        made.connect([endpoint for endpoint, _ in answers], timeout_s)
     except (OSError, ValueError) as problem:
         raise CommError(f"the ranks of a group cannot be connected: {problem}") from problem
-    name = hashlib.blake2b("\n".join(card for card, _ in told).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b("\n".join(endpoint for endpoint, _ in answers).encode(), digest_size=16).hexdigest()
     _connected[name], _own_rank[name], _beat[name] = made, rank, beat_s
     return Heartbeat(made, range(size), rank, tag, _silence(timeout_s, beat_s))
 

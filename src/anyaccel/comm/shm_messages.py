@@ -38,7 +38,7 @@ class ShmMessageWork(OperationWork):
         self._memory = memory  # stays until the message is done
         self._open = [None]  # popped by the thread that finishes the work
 
-    def settle(self) -> bool:
+    def try_finish(self) -> bool:
         """Finish the work if its message is complete; returns whether it is."""
         if not self._message.done:
             return False
@@ -60,16 +60,16 @@ class ShmMessageWork(OperationWork):
         """Wait for the end, making progress on all messages of the group meanwhile."""
         if timeout is not None and timeout.total_seconds() > 0:
             end = time.monotonic() + timeout.total_seconds()
-            while not self.settle() and time.monotonic() < end:
+            while not self.try_finish() and time.monotonic() < end:
                 self._native.pump(min(_PUMP_SECONDS, max(end - time.monotonic(), 0.0)))
         elif not self._message.done:
             self._native.wait(self._message)
-        self.settle()
+        self.try_finish()
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
         """Whether the message has ended, successfully or not."""
-        return self.settle()
+        return self.try_finish()
 
 
 class Mailbox:
@@ -98,7 +98,7 @@ class Mailbox:
         return self._post(ShmMessageWork(self._native, message, tensor, memory, target.store))
 
     def _post(self, work: ShmMessageWork) -> ShmMessageWork:
-        if work.settle():
+        if work.try_finish():
             return work
         with self._changed:
             self._works.append(work)
@@ -118,9 +118,9 @@ class Mailbox:
                 works = list(self._works)
             time.sleep(_HEAD_START_SECONDS)
             # Without the lock, as callbacks run here, and may wait for a message that another thread has yet to post.
-            settled = {id(work) for work in works if work.settle()}
+            finished = {id(work) for work in works if work.try_finish()}
             with self._changed:
-                self._works = [work for work in self._works if id(work) not in settled]
+                self._works = [work for work in self._works if id(work) not in finished]
                 if not self._works:
                     continue
             del works
@@ -131,7 +131,7 @@ class Mailbox:
         deadline = time.monotonic() + EXIT_SECONDS
         with self._changed:
             under_way = list(self._works)
-        while not all(work.settle() for work in under_way) and time.monotonic() < deadline:
+        while not all(work.try_finish() for work in under_way) and time.monotonic() < deadline:
             self._native.pump(_PUMP_SECONDS)
         self.close()
 

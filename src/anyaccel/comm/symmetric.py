@@ -57,15 +57,15 @@ def _map_segments(transport: Collectives, size: int) -> tuple[_native.ShmSegment
             name = own.name
         except OSError as problem:
             error = str(problem)
-        cards = [json.loads(text) for text in _all_gather_text(transport, json.dumps([name, size, error[:300]]))]
-        wanted = sorted({peer_size for _, peer_size, _ in cards})
+        offers = [json.loads(text) for text in _all_gather_text(transport, json.dumps([name, size, error[:300]]))]
+        wanted = sorted({peer_size for _, peer_size, _ in offers})
         if len(wanted) > 1:
             raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
-        without_memory = [f"rank {r} has no memory: {problem}" for r, (_, _, problem) in enumerate(cards) if problem]
+        without_memory = [f"rank {r} has no memory: {problem}" for r, (_, _, problem) in enumerate(offers) if problem]
         segments: list[_native.ShmSegment] = []
         if own is not None and not without_memory:
             try:
-                for rank, (peer_name, _, _) in enumerate(cards):
+                for rank, (peer_name, _, _) in enumerate(offers):
                     segments.append(own if rank == transport.rank else _native.ShmSegment.open(peer_name, size))
             except OSError as problem:
                 error = f"{problem} (of rank {len(segments)})"

@@ -165,7 +165,7 @@ def test_what_is_missing_is_one_error_that_names_it(capability: str, call: objec
     assert caught.value.capability == capability
 
 
-def test_a_synchronous_device_gets_inert_streams_and_graphs() -> None:
+def test_a_synchronous_device_gets_streams_that_do_nothing_and_graphs() -> None:
     class Synchronous(Minimal):
         spec = BackendSpec(
             name="sync", device_type="meta", torch_module="", capabilities=Capabilities(synchronous=True)

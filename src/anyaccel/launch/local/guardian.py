@@ -242,7 +242,7 @@ class _Guardian:
             if self._link:
                 poller.register(self._link.descriptor, select.POLLIN)
                 if not self._launcher_gone:
-                    deadlines.append(self._last_heard + self._link.patience)
+                    deadlines.append(self._last_heard + self._link.timeout_s)
         for output in self._outputs:
             if output.pending:
                 events = select.POLLOUT
@@ -372,10 +372,10 @@ class _Guardian:
         if (
             link
             and not self._launcher_gone
-            and now >= self._last_heard + link.patience
+            and now >= self._last_heard + link.timeout_s
             and not _readable(link.descriptor)
         ):
-            self._output.line(f"error: no sign of life from the launcher for {link.patience:g} s, ending all", ERROR)
+            self._output.line(f"error: no sign of life from the launcher for {link.timeout_s:g} s, ending all", ERROR)
             self._lose_launcher()
         if not self._children:
             return

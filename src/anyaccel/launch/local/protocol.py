@@ -38,14 +38,14 @@ class Link:
 
     Attributes:
         descriptor: receives a byte for each signal, 0 as a heartbeat, and end of file when that launcher is gone.
-        patience: seconds without a byte after which the launcher counts as gone.
+        timeout_s: seconds without a byte after which the launcher counts as gone.
         output: the connection on which that launcher reads.
         announce: the frame about the first failure.
         conclude: the frame about how the job has ended here.
     """
 
     descriptor: int
-    patience: float
+    timeout_s: float
     output: Output
     announce: Callable[[Failure], bytes]
     conclude: Callable[[Report], bytes]

@@ -149,8 +149,8 @@ class _Launcher:
             if status is not None:
                 break
             if self._stop is not None:
-                patience = self._stop[1] + self._grace + KILL_TIMEOUT + 5 - time.monotonic()
-                found = signal.sigtimedwait(awaited, max(0.0, patience))
+                left = self._stop[1] + self._grace + KILL_TIMEOUT + 5 - time.monotonic()
+                found = signal.sigtimedwait(awaited, max(0.0, left))
                 if found is None:
                     os.kill(self._guardian, signal.SIGKILL)
                     found = signal.sigwaitinfo([signal.SIGCHLD])
