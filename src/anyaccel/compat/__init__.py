@@ -238,24 +238,24 @@ def _sum(contents: bytes) -> str:
 def _write(path: Path, contents: bytes, *, replace: bool, executable: bool = False) -> None:
     """Write a file at once; without `replace`, only where there is none, also when somebody makes one meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())
         if executable:
-            beside.chmod(beside.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+            temporary.chmod(temporary.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
         if replace:
-            beside.replace(path)
+            temporary.replace(path)
         else:
             try:
-                os.link(beside, path)
+                os.link(temporary, path)
             except FileExistsError:
                 raise CompatError(f"{path} is not of anyaccel, so it is not overwritten: move it away") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def _check_that_python_finds_it() -> None:

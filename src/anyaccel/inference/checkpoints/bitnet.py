@@ -16,7 +16,7 @@ from anyaccel.validation import Fields
 
 class BitNet(Layout):
     mains = (".weight",)
-    beside = (".weight_scale",)
+    companions = (".weight_scale",)
 
     def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)

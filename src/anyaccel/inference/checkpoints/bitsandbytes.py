@@ -33,7 +33,7 @@ class BitsAndBytes8(Layout):
     """Of bitsandbytes: LLM.int8()."""
 
     mains = (".weight",)
-    beside = (".SCB",)
+    companions = (".SCB",)
     skipped = (".weight_format",)
 
     def is_quantised(self, name: str, stem: str) -> bool:
@@ -69,7 +69,7 @@ class _Blocks:
 
 class BitsAndBytes4(Layout):
     mains = (".weight",)
-    beside = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", *_STATES)
+    companions = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", *_STATES)
 
     def is_quantised(self, name: str, stem: str) -> bool:
         return any(stem + state in self.source for state in _STATES)

@@ -103,15 +103,15 @@ def _make(
     """Fill a temporary folder and rename it to `folder`."""
     for left in folder.parent.glob(f".{folder.name}-*"):  # left by a killed conversion, as we hold the lock
         shutil.rmtree(left, ignore_errors=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save(source, beside, announce)
-        files = [file for file in beside.rglob("*") if file.is_file()]
-        checksums = {str(file.relative_to(beside)): _checksum(file) for file in files}
+        save(source, temporary, announce)
+        files = [file for file in temporary.rglob("*") if file.is_file()]
+        checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
         manifest = {"made_from": fingerprint, "host": socket.gethostname(), "files": checksums}
-        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
-        beside.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -38,7 +38,7 @@ class Mxfp4Experts(Layout):
 
     mains = ("_blocks",)
     plain = ""
-    beside = ("_scales",)
+    companions = ("_scales",)
 
     def is_quantised(self, name: str, stem: str) -> bool:
         return self.dtype(name) == "U8" and f"{stem}_scales" in self.source
@@ -69,7 +69,7 @@ class Float4(Layout):
     """Of compressed-tensors and modelopt; with scales that are powers of two, or float8."""
 
     mains = (".weight_packed", ".weight")
-    beside = (".weight_scale", ".weight_scale_2", ".weight_global_scale")
+    companions = (".weight_scale", ".weight_scale_2", ".weight_global_scale")
     refused = (".pre_quant_scale", ".weight_zero_point")
 
     def is_quantised(self, name: str, stem: str) -> bool:

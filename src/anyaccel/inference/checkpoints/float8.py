@@ -35,7 +35,7 @@ _POWERS = ("U8", "F8_E8M0")
 
 class Float8(Layout):
     mains = (".weight",)
-    beside = tuple(f".{name}" for name in _SCALES)
+    companions = tuple(f".{name}" for name in _SCALES)
     refused = (".pre_quant_scale",)
 
     def __init__(self, source: SafetensorsSource, settings: Fields) -> None:

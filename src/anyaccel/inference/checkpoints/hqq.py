@@ -30,7 +30,7 @@ _UNREAD = (
 
 class Hqq(Layout):
     mains = (".W_q",)
-    beside = (".scale", ".zero", *(f".{name}" for name in _FACTS))
+    companions = (".scale", ".zero", *(f".{name}" for name in _FACTS))
     skipped = tuple(f".{name}" for name in _UNREAD)
 
     def _fact(self, stem: str, name: str) -> Any:

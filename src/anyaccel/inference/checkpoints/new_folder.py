@@ -68,19 +68,19 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
     same `target` removes it: a lock on the folder shows whether a process still uses it.
     """
     _remove_abandoned(target)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
-    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
+    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with _signals_raise():
-            yield beside
+            yield temporary
     except _EndedBySignal as ended:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         os.kill(os.getpid(), ended.number)  # the default handler, which is restored, ends the process
         raise SystemExit(128 + ended.number) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
@@ -133,11 +133,11 @@ def _elsewhere(made: Path, target: Path) -> Iterator[None]:
         raise UsageError(f"{error}. It has come there since this began; what was made is {other}") from None
 
 
-def _replace(beside: Path, target: Path) -> None:
+def _replace(temporary: Path, target: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-old-", dir=target.parent))
     try:
         target.rename(old / "old")
-        beside.rename(target)
+        temporary.rename(target)
     except BaseException:
         if not target.exists():
             (old / "old").rename(target)

@@ -83,7 +83,7 @@ def group_size(stem: str, cols: int, groups: int) -> int:
 
 class Gptq(Layout):
     mains = (".qweight",)
-    beside = (".scales", ".qzeros", ".g_idx")
+    companions = (".scales", ".qzeros", ".g_idx")
 
     def __init__(self, source: SafetensorsSource, settings: Fields, offset: int | None = None) -> None:
         super().__init__(source, settings)
@@ -152,7 +152,7 @@ class Awq(Layout):
     """The version "gemm"."""
 
     mains = (".qweight",)
-    beside = (".scales", ".qzeros")
+    companions = (".scales", ".qzeros")
 
     def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
@@ -199,7 +199,7 @@ class AwqGemv(Layout):
     """The version "gemv"."""
 
     mains = (".qweight",)
-    beside = (".scales", ".qzeros")
+    companions = (".scales", ".qzeros")
 
     def __init__(self, source: SafetensorsSource, settings: Fields) -> None:
         super().__init__(source, settings)
@@ -251,7 +251,7 @@ class CompressedIntegers(Layout):
     """Of compressed-tensors: in words of 32 bits, or int8."""
 
     mains = (".weight_packed", ".weight")
-    beside = (".weight_scale", ".weight_zero_point", ".weight_shape")
+    companions = (".weight_scale", ".weight_zero_point", ".weight_shape")
     refused = (".weight_g_idx", ".pre_quant_scale")
 
     def __init__(self, source: SafetensorsSource, settings: Fields) -> None:

@@ -267,14 +267,14 @@ class Layout:
     Attributes:
         mains: endings of the tensors with the values.
         plain: what the name of a plain tensor has instead.
-        beside: endings of the tensors beside them, with scales and the like.
+        companions: endings of the names of tensors that belong to them, with scales and the like.
         skipped: of those that nothing is read from.
         refused: of those that change what a matrix is multiplied by, and for which there is no code.
     """
 
     mains: ClassVar[Sequence[str]] = ()
     plain: ClassVar[str] = ".weight"
-    beside: ClassVar[Sequence[str]] = ()
+    companions: ClassVar[Sequence[str]] = ()
     skipped: ClassVar[Sequence[str]] = ()
     refused: ClassVar[Sequence[str]] = ()
 
@@ -288,7 +288,7 @@ class Layout:
 
     def stored_as(self, stem: str) -> list[str]:
         """The tensors that a matrix is stored in."""
-        return [stem + end for end in (*self.mains, *self.beside, *self.skipped) if stem + end in self.source]
+        return [stem + end for end in (*self.mains, *self.companions, *self.skipped) if stem + end in self.source]
 
     def make(self, stem: str) -> StoredMatrix:
         """What the file has, after checks of all that `unpack` or `decode` rely on."""

@@ -34,7 +34,7 @@ from anyaccel.validation import Fields, check_mapping, error_text, short_repr
 
 class TorchAo(Layout):
     mains = ("._weight_qdata",)
-    beside = ("._weight_scale", "._weight_zero_point")
+    companions = ("._weight_scale", "._weight_zero_point")
     refused = ("._weight_act_pre_scale",)
     skipped = ("._weight_act_quant_scale", "._weight_act_quant_zero_point")
 

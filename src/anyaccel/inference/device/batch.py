@@ -55,10 +55,12 @@ class Group:
 
 @dataclass
 class Batch:
-    """Attributes:
-    tokens, positions: [tokens].
-    rows: of the cache, [tokens]: where their keys and values go.
-    angles: of each of the decoder's ropes, for all tokens, as `rotary.Angles` gives them.
+    """What one pass computes.
+
+    Attributes:
+        tokens, positions: [tokens].
+        rows: [tokens], the rows of the cache where their keys and values go.
+        angles: of each of the decoder's ropes, for all tokens, as `rotary.Angles` gives them.
     """
 
     tokens: torch.Tensor

@@ -77,9 +77,9 @@ class TensorRanks:
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' numbers; a collective call that waits for all of them."""
-        told = torch.tensor([value], dtype=torch.int64, device=self._device)
-        comm.inference_all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
-        return int(told)
+        smallest = torch.tensor([value], dtype=torch.int64, device=self._device)
+        comm.inference_all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
+        return int(smallest)
 
 
 @contextmanager

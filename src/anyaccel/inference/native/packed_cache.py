@@ -127,16 +127,16 @@ class PackedModel:
             shutil.rmtree(left, ignore_errors=True)
         self.remove()
         prune(self.root, size)
-        beside = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=self.root))  # mode 0700
+        temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=self.root))  # mode 0700
         try:
-            with (beside / _WEIGHTS).open("wb") as file:
+            with (temporary / _WEIGHTS).open("wb") as file:
                 checksum = write(file.fileno())
             content = {**model, "made_from": self.made_from, "weight_bytes": size, "checksum": checksum}
             text = json.dumps(content)
-            (beside / _MODEL).write_text(f"{_digest(text)}\n{text}")
-            beside.rename(self.folder)
+            (temporary / _MODEL).write_text(f"{_digest(text)}\n{text}")
+            temporary.rename(self.folder)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def remove(self) -> None:
         import shutil
