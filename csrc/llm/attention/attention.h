@@ -3,7 +3,8 @@
 //
 // Keys and values live in pages of kPageTokens tokens of one layer-independent pool: a page holds the keys and values
 // of its tokens for all layers and KV heads. A sequence is a list of pages; sequences that share a prefix share pages,
-// which are copied when one of them writes (copy on write). What is inside a page is attention.cpp's own business.
+// which are copied when one of them writes (copy on write). What is inside a page is said in cache.h and
+// kernels_attention.h.
 #pragma once
 
 #include <cstddef>

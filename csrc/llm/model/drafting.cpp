@@ -32,7 +32,7 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
   translation_ = std::move(translation);
 }
 
-DraftPace& Model::pace_of(const Request& request) { return request.options_.draft_model ? model_pace_ : text_pace_; }
+DraftPace& Model::pace_of(const Request& request) { return request.options_.draft_model ? model_pace_ : lookup_pace_; }
 
 int64_t Model::answers_only(const std::vector<Request*>& requests) {
   int64_t count = 0;
@@ -48,18 +48,18 @@ int64_t Model::answers_only(const std::vector<Request*>& requests) {
 void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) {
   const auto count = static_cast<int64_t>(requests.size());
   if (!exact() || count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
-  std::vector<Request*> by_text, by_model;
+  std::vector<Request*> by_lookup, by_model;
   bool always = false;
   int64_t room = kGemvTokens / count - 1;
   for (Request* request : requests) {
     const int64_t own = request->draft_room(kGemvTokens / count - 1);
     always = always || request->options_.draft_always;
     room = std::min(room, own);
-    if (own > 0) (request->options_.draft_model ? by_model : by_text).push_back(request);
+    if (own > 0) (request->options_.draft_model ? by_model : by_lookup).push_back(request);
   }
   // A pass is saved only where all answers have a token from the pass before.
-  if (!always && (room == 0 || (!by_text.empty() && !by_model.empty()))) return;
-  if (!by_text.empty()) draft_by_text(by_text, always);
+  if (!always && (room == 0 || (!by_lookup.empty() && !by_model.empty()))) return;
+  if (!by_lookup.empty()) draft_by_lookup(by_lookup, always);
   if (!by_model.empty()) draft_by_model(by_model, always, step);
 }
 
@@ -108,7 +108,7 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
   return {static_cast<int64_t>(shared % kByte), static_cast<DraftPace::Reads>(shared / kByte % kByte)};
 }
 
-void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
+void Model::draft_by_lookup(const std::vector<Request*>& requests, bool always) {
   const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
   std::vector<std::vector<int64_t>> drafts;
   int64_t shortest = most, longest = 0;

@@ -186,7 +186,7 @@ class Model {
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
   // Puts drafts behind the tokens of requests that are all in their answers; `step` gets what they took.
   void draft(const std::vector<Request*>& requests, DraftPace::Step& step);
-  void draft_by_text(const std::vector<Request*>& requests, bool always);
+  void draft_by_lookup(const std::vector<Request*>& requests, bool always);
   void draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step);
   // How many requests have not finished, where all of them are in their answers; else 0.
   static int64_t answers_only(const std::vector<Request*>& requests);
@@ -208,7 +208,7 @@ class Model {
 
   std::shared_ptr<Model> draft_;
   DraftTranslation translation_;
-  DraftPace text_pace_, model_pace_;
+  DraftPace lookup_pace_, model_pace_;
   std::weak_ptr<Model> draft_of_pace_;  // whose drafts model_pace_ is of: it may come back
   double draft_cost_ = 0;
   int64_t draft_pause_ = 0;  // steps in which ranks need not choose drafts of the draft model

@@ -193,7 +193,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     const Stopwatch pass;
     step_some(first, exact, result);
     if (account.requests > 0 && !first.empty()) {
-      text_pace_.passed(account.requests, account.tokens, pass.seconds());
+      lookup_pace_.passed(account.requests, account.tokens, pass.seconds());
       model_pace_.passed(account.requests, account.tokens, pass.seconds());
     } else if (second.empty()) {
       int64_t passing = 0;

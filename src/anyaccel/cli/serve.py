@@ -29,6 +29,7 @@ from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
 from anyaccel.serve.listening import ServerSettings
+from anyaccel.serve.requests.tools.formats import FORMATS
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _EXAMPLES = """\
   ANYACCEL_API_KEY=... anyaccel serve --host 0.0.0.0 --ssl-keyfile key.pem --ssl-certfile cert.pem
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'"""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_FORMATS = ("auto", "hermes", "llama3", "mistral")
 _LONGEST_S = 1e6
 _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic")
 
@@ -117,7 +117,12 @@ def build_parser() -> Parser:
         help="auto: temperature, top-p and so on are what the model recommends, unless a request sets them "
         "(default: auto)",
     )
-    add("--tool-format", choices=_FORMATS, default="auto", help="format of tool calls (default: by the chat template)")
+    add(
+        "--tool-format",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="format of tool calls (default: by the chat template)",
+    )
     add("--pooling", choices=("mean", "last"), default="mean", help="pooling of embeddings (default: mean)")
     add("--no-page", action="store_true", help="serve no chat page at /")
     add = parser.group("server")

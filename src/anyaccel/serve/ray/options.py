@@ -15,6 +15,7 @@ from anyaccel.inference.checkpoints.model_path import check_decoder_only, defaul
 from anyaccel.inference.options import ModelOptions
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.listening import parse_origin
+from anyaccel.serve.requests.tools.formats import FORMATS
 
 
 def _given_key() -> list[SecretStr]:
@@ -66,7 +67,7 @@ class ServeOptions(BaseModel):
 
     served_model_name: list[str] = []
     generation_config: Literal["auto", "none"] = "auto"
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    tool_format: str = "auto"
     pooling: Literal["mean", "last"] = "mean"
     page: bool = True
     api_key: list[SecretStr] = Field(default_factory=_given_key)
@@ -86,6 +87,13 @@ class ServeOptions(BaseModel):
     def _several(cls, given: Any) -> Any:
         """Turn a single value into a list, since the command line has no lists."""
         return [given] if isinstance(given, str) else given
+
+    @field_validator("tool_format")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        if name not in ("auto", *FORMATS):
+            raise ValueError(f"must be auto or one of {', '.join(FORMATS)}")
+        return name
 
     @field_validator("allowed_origins")
     @classmethod
