@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "llm/forward/worker.h"
+#include "llm/forward/step_thread.h"
 
 namespace anyaccel::llm {
 namespace {
@@ -14,13 +14,13 @@ constexpr int64_t kPrivateFloats = 8192;
 
 }  // namespace
 
-void Worker::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
+void StepThread::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
   const Input& in = input(weights.qkv.w.shape(), x_, hidden_stride_, tokens_);
   multiply_into(weights.qkv, in, shared_.qkv.get(), qkv_stride_);
 }
 
 // Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed.
-void Worker::project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
+void StepThread::project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
   const MlaSpec& mla = *spec.mla;
   const int64_t stride = padded_stride(forward_.widths_.latent);
   const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
@@ -50,7 +50,7 @@ void Worker::project_latent(const AttentionSpec& spec, const LayerWeights& weigh
 }
 
 // Queries, keys and values of all heads from the products: every thread a part of (token, head).
-void Worker::assemble_latent(size_t index, AttentionStep& step) noexcept {
+void StepThread::assemble_latent(size_t index, AttentionStep& step) noexcept {
   const AttentionSpec& spec = spec_.layers[index].attention;
   const MlaSpec& mla = *spec.mla;
   const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
@@ -93,7 +93,7 @@ void Worker::assemble_latent(size_t index, AttentionStep& step) noexcept {
 }
 
 // One norm over all heads, which other ranks have a part of: sums of squares (and of values, for layer norms) first.
-void Worker::sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept {
+void StepThread::sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept {
   const AttentionSpec& spec = spec_.layers[index].attention;
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
@@ -117,7 +117,7 @@ void Worker::sums_of_squares(size_t index, const float* heads, int64_t stride, R
   }
 }
 
-void Worker::norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept {
+void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept {
   const AttentionSpec& spec = spec_.layers[index].attention;
   const LayerWeights& weights = weights_.layers[index];
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
@@ -153,7 +153,7 @@ void Worker::norm_queries_keys(size_t index, float* q, float* k, int64_t t) noex
 }
 
 // Clips, norms and rotates heads: in place, every thread a part of the tokens, or all for itself when they are few.
-void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
+void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
   const AttentionSpec& spec = spec_.layers[index].attention;
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
@@ -181,7 +181,7 @@ void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
   if (spec.clip > 0)
     for (int64_t t = tokens.begin; t < tokens.end; ++t)
       clamp(heads + t * qkv_stride_, spec.clip, q_count + k_count + v_count);
-  const auto turn = [&](int64_t t) {
+  const auto rotate_token = [&](int64_t t) {
     if (rope_spec == nullptr) return;
     const Rotation& rotation = forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
     rope(heads + t * qkv_stride_ + rope_spec->first, spec.heads + spec.kv_heads, spec.head_dim, rotation.cosine,
@@ -189,7 +189,7 @@ void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
   };
   const bool after = spec.qk_norm && spec.qk_norm->after_rope;
   if (after)
-    for (int64_t t = tokens.begin; t < tokens.end; ++t) turn(t);
+    for (int64_t t = tokens.begin; t < tokens.end; ++t) rotate_token(t);
   if (across) {
     sums_of_squares(index, heads, qkv_stride_, tokens);
     exchange(Work::heads, {8 * tokens_, 0});
@@ -197,7 +197,7 @@ void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     float* q = heads + t * qkv_stride_;
     if (spec.qk_norm) norm_queries_keys(index, q, q + q_count, t);
-    if (!after) turn(t);
+    if (!after) rotate_token(t);
   }
   if (alone)
     mark(Work::heads);
@@ -205,7 +205,7 @@ void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
     barrier(Work::heads);
 }
 
-void Worker::attention(size_t index) noexcept {
+void StepThread::attention(size_t index) noexcept {
   const LayerSpec& layer = spec_.layers[index];
   const AttentionSpec& spec = layer.attention;
   const LayerWeights& weights = weights_.layers[index];

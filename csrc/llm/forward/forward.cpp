@@ -6,7 +6,7 @@
 
 #include "comm/errors.h"
 #include "common/hash.h"
-#include "llm/forward/worker.h"
+#include "llm/forward/step_thread.h"
 
 namespace anyaccel::llm {
 namespace {
@@ -132,9 +132,9 @@ void Forward::run_all(const StepTokens& step) {
     profile_.mark(Work::ranks);
   }
   team_.run([&](int thread) {
-    Worker worker(*this, step, thread);
-    worker.run();
-    if (thread == 0) turn_ = worker.turn();  // the barriers of the run come after all threads have read it
+    StepThread step_thread(*this, step, thread);
+    step_thread.run();
+    if (thread == 0) turn_ = step_thread.turn();  // the barriers of the run come after all threads have read it
   });
   if (failure_) {
     const std::exception_ptr failure = failure_;
@@ -163,7 +163,7 @@ uint64_t Forward::shared(uint64_t value) {
   return value;
 }
 
-Worker::Worker(Forward& forward, const StepTokens& step, int thread)
+StepThread::StepThread(Forward& forward, const StepTokens& step, int thread)
     : forward_(forward),
       spec_(forward.spec_),
       weights_(forward.weights_),
@@ -182,7 +182,7 @@ Worker::Worker(Forward& forward, const StepTokens& step, int thread)
       x_(small_ ? own_.x.get() : shared_.x.get()),
       turn_(forward.turn_) {}
 
-void Worker::run() noexcept {
+void StepThread::run() noexcept {
   if (spec_.is_first_stage())
     embed();
   else
@@ -194,7 +194,7 @@ void Worker::run() noexcept {
     head();
 }
 
-void Worker::take_residual() noexcept {
+void StepThread::take_residual() noexcept {
   const float* from = forward_.stages_->in();
   for (int64_t t = mine_.begin; t < mine_.end; ++t)
     std::memcpy(residual_ + t * hidden_stride_, from + t * spec_.hidden,
@@ -202,7 +202,7 @@ void Worker::take_residual() noexcept {
   mark(Work::embed);
 }
 
-void Worker::pass_residual() noexcept {
+void StepThread::pass_residual() noexcept {
   if (small_ && thread_ > 0) return;  // every thread has them all
   float* to = forward_.stages_->out();
   for (int64_t t = mine_.begin; t < mine_.end; ++t) {
@@ -213,7 +213,7 @@ void Worker::pass_residual() noexcept {
   mark(Work::norm);
 }
 
-void Worker::embed() noexcept {
+void StepThread::embed() noexcept {
   const int64_t first = spec_.vocab_first, count = spec_.own_vocab();
   const bool divided = forward_.ranks_ != nullptr;
   float* to = divided ? delta(0) : residual_;
@@ -251,7 +251,7 @@ void Worker::embed() noexcept {
 }
 
 // Ranks that were asked for different things would wait for each other in vain, or compute nonsense.
-void Worker::check_signatures() noexcept {
+void StepThread::check_signatures() noexcept {
   const ParallelRanks& ranks = *forward_.ranks_;
   for (int rank = 0; rank < ranks.size() && !forward_.failure_; ++rank) {
     if (ranks.signature(rank, pending_turn_) == ranks.signature(spec_.rank, pending_turn_)) continue;
@@ -261,7 +261,7 @@ void Worker::check_signatures() noexcept {
   }
 }
 
-void Worker::layer(size_t index) noexcept {
+void StepThread::layer(size_t index) noexcept {
   const LayerSpec& spec = spec_.layers[index];
   const LayerWeights& weights = weights_.layers[index];
   const float scale = spec.residual_scale;
@@ -284,18 +284,18 @@ void Worker::layer(size_t index) noexcept {
   pend(1, weights.mlp_post_norm, scale);
 }
 
-float* Worker::delta(int which) noexcept {
+float* StepThread::delta(int which) noexcept {
   if (forward_.ranks_ == nullptr) return shared_.delta[which].get();
   return forward_.ranks_->slot(spec_.rank, turn_) + which * tokens_ * hidden_stride_;
 }
 
-void Worker::pend(int count, const Norm& post, float scale) noexcept {
+void StepThread::pend(int count, const Norm& post, float scale) noexcept {
   pending_ = count;
   pending_post_ = post;
   pending_scale_ = scale;
 }
 
-void Worker::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
+void StepThread::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
   barrier(kind);
   if (forward_.ranks_ == nullptr) return;
   // After an error the step goes on without waiting, so that all threads come to its end, and throws there.
@@ -311,7 +311,7 @@ void Worker::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
 }
 
 // Other cores have written some of it, so that each line is a miss; asked for together, the misses overlap.
-void Worker::fetch_pending(int64_t t) const noexcept {
+void StepThread::fetch_pending(int64_t t) const noexcept {
   const auto fetch = [&](const float* row) {
     for (int64_t i = 0; i < spec_.hidden; i += 16) __builtin_prefetch(row + i);
   };
@@ -320,7 +320,7 @@ void Worker::fetch_pending(int64_t t) const noexcept {
   for (int i = 0; i < pending_; ++i) fetch(shared_.delta[i].get() + t * hidden_stride_);
 }
 
-void Worker::advance(int64_t t, const Norm& norm_, float* out) noexcept {
+void StepThread::advance(int64_t t, const Norm& norm_, float* out) noexcept {
   const int64_t n = spec_.hidden;
   float* row = residual_ + t * hidden_stride_;
   if (pending_ == 0) return norm(norm_, row, n, out);
@@ -343,7 +343,7 @@ void Worker::advance(int64_t t, const Norm& norm_, float* out) noexcept {
   add_norm(row, source(sources - 1), pending_scale_, norm_, n, out);
 }
 
-void Worker::advance(const Norm& norm_, bool residual_from_norm) noexcept {
+void StepThread::advance(const Norm& norm_, bool residual_from_norm) noexcept {
   for (int64_t t = mine_.begin; t < mine_.end; ++t) {
     float* out = x_ + t * hidden_stride_;
     if (!small_ && t + 1 < mine_.end) fetch_pending(t + 1);
@@ -356,8 +356,8 @@ void Worker::advance(const Norm& norm_, bool residual_from_norm) noexcept {
   mark(Work::norm);
 }
 
-const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows,
-                           bool of_head) noexcept {
+const Input& StepThread::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows,
+                               bool of_head) noexcept {
   Inputs& inputs = small_ ? own_.inputs : shared_.inputs;
   const size_t index = inputs.index(shape);
   Input& input = inputs.at(index);
@@ -374,11 +374,11 @@ const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, i
   return input;
 }
 
-void Worker::multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept {
+void StepThread::multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept {
   multiply(linear.w, input, Output{out, stride, linear.bias}, thread_, threads_);
 }
 
-Range Worker::rows_of(const Shape& shape) const noexcept {
+Range StepThread::rows_of(const Shape& shape) const noexcept {
   const Blocks blocks = blocks_of(shape, thread_, threads_);
   return {std::min(blocks.begin * kBlockRows, shape.rows), std::min(blocks.end * kBlockRows, shape.rows)};
 }

@@ -66,7 +66,7 @@ class Forward {
   uint64_t shared(uint64_t value);
 
  private:
-  friend class Worker;
+  friend class StepThread;
   void prepare(const StepTokens& step);
   void run_all(const StepTokens& step);
 

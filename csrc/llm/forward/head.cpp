@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "llm/forward/worker.h"
+#include "llm/forward/step_thread.h"
 
 namespace anyaccel::llm {
 
-void Worker::head() noexcept {
+void StepThread::head() noexcept {
   const auto count = static_cast<int64_t>(step_.wanted.size());
   for (size_t i = 0; i < step_.hidden_wanted.size(); ++i) {
     const int64_t t = step_.hidden_wanted[i];
@@ -34,13 +34,13 @@ void Worker::head() noexcept {
   for (int64_t first = 0; first < count; first += at_once) logits_of(w, x_, first, std::min(at_once, count - first));
 }
 
-void Worker::finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept {
+void StepThread::finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept {
   if (spec_.logits_softcap <= 0 || begin >= end) return;
   for (int64_t t = 0; t < tokens; ++t) softcap(logits + t * stride + begin, spec_.logits_softcap, end - begin);
 }
 
 // Logits of the wanted tokens first, first + 1, ...
-void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept {
+void StepThread::logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept {
   const bool divided = forward_.ranks_ != nullptr;
   const int64_t rows = w.shape().rows;
   const int64_t stride = divided ? rows : step_.logits_stride;

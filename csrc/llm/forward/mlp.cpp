@@ -6,12 +6,12 @@
 #include <limits>
 #include <utility>
 
-#include "llm/forward/worker.h"
+#include "llm/forward/step_thread.h"
 
 namespace anyaccel::llm {
 
 // In small steps the activation follows at once, without a barrier: of gate and up, each thread has the same rows.
-void Worker::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
+void StepThread::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
   multiply_into(mlp.gate, *input, gate, features_stride_);
   if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);
   if (!small_) return;
@@ -25,7 +25,7 @@ void Worker::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, 
   mark(Work::activate);
 }
 
-void Worker::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept {
+void StepThread::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept {
   const Range own = part_of(tokens, thread_, threads_);
   for (int64_t t = own.begin; t < own.end; ++t) {
     float* at = gate + t * features_stride_;
@@ -35,7 +35,7 @@ void Worker::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, fl
 }
 
 // `features_ready`: the caller has called gate_up() and the activation, and then a barrier.
-void Worker::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept {
+void StepThread::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept {
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   if (!features_ready) {
@@ -53,7 +53,7 @@ void Worker::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexc
 
 // Chooses the experts of each token as the routers of transformers do: DeepseekV3TopkRouter, MixtralSparseMoeBlock,
 // GptOssTopKRouter and others.
-void Worker::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
+void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
   const int64_t stride = padded_stride(forward_.widths_.router);
   const int experts = moe.experts, members = experts / moe.groups;
   float* scores = own_.routing.scores.data();
@@ -118,12 +118,12 @@ void Routing::sort(int64_t tokens, const MoeSpec& moe) noexcept {
   begin[0] = 0;
 }
 
-float Worker::shared_weight(const MoeSpec& moe, int64_t t) const noexcept {
+float StepThread::shared_weight(const MoeSpec& moe, int64_t t) const noexcept {
   if (!moe.shared_gate) return 1.0f;
   return sigmoid(shared_.router.get()[t * padded_stride(forward_.widths_.router) + moe.experts]);
 }
 
-void Worker::experts(size_t index) noexcept {
+void StepThread::experts(size_t index) noexcept {
   const MoeSpec& moe = *spec_.layers[index].moe;
   const LayerWeights& weights = weights_.layers[index];
   const int64_t stride = padded_stride(forward_.widths_.router);
@@ -139,7 +139,7 @@ void Worker::experts(size_t index) noexcept {
 }
 
 // All chosen experts in two phases: every thread a part of the rows of each, so that each weight is read once.
-void Worker::experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   const int64_t shared_row = tokens_ * moe.top_k;  // the shared expert's first row, behind the others
@@ -192,7 +192,7 @@ void Worker::experts_small(const MoeSpec& moe, const LayerWeights& weights, floa
 }
 
 // One expert after the other, all threads together.
-void Worker::experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
   const Range own = part_of(tokens_, thread_, threads_);
   Routing& routing = shared_.routing;
   barrier(Work::route);

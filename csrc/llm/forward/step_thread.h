@@ -15,9 +15,9 @@
 
 namespace anyaccel::llm {
 
-class Worker {
+class StepThread {
  public:
-  Worker(Forward& forward, const StepTokens& step, int thread);
+  StepThread(Forward& forward, const StepTokens& step, int thread);
   void run() noexcept;
   unsigned turn() const { return turn_; }
 
