@@ -210,7 +210,7 @@ class Soak:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             told = (await self.send("GET", "/metrics")).body.decode()
-            open_ones = re.findall(r"^anyaccel:num_requests_(?:running|waiting)\{.*\} (\d+)$", told, re.MULTILINE)
+            open_ones = re.findall(r"^anyaccel_num_requests_(?:running|waiting)\{.*\} (\d+)$", told, re.MULTILINE)
             if open_ones == ["0", "0"]:
                 return
             await asyncio.sleep(0.1)

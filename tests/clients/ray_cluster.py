@@ -78,7 +78,7 @@ def status(path: str, value: Any = None) -> int:
 
 def metric(name: str) -> float:
     text = ask("/metrics").read().decode()
-    return float(next(line for line in text.splitlines() if line.startswith(f"anyaccel:{name}{{")).split()[-1])
+    return float(next(line for line in text.splitlines() if line.startswith(f"anyaccel_{name}{{")).split()[-1])
 
 
 def replicas() -> dict[int, int]:

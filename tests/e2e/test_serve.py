@@ -145,7 +145,7 @@ def test_embeddings_have_length_one_and_metrics_count(server: Serving) -> None:
     chat(server)
     lines = server.get("/metrics").splitlines()
     values = {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
-    assert values["anyaccel:generation_tokens_total"] > 0 and values["anyaccel:prefix_cache_queries_total"] > 0
+    assert values["anyaccel_generation_tokens_total"] > 0 and values["anyaccel_prefix_cache_queries_total"] > 0
 
 
 @pytest.mark.slow

@@ -221,6 +221,17 @@ def test_a_signal_lets_open_requests_end_and_logs_have_no_key() -> None:
     assert "sesame" not in said
 
 
+def test_what_was_sent_before_a_signal_is_answered() -> None:
+    with serving() as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connection(server)) for _ in range(16)]
+        clients[0].request("GET", "/health")
+        clients[0].getresponse().read()  # its connection stays open
+        for client in clients:
+            client.request("POST", CHAT, body("Hi"), {"content-type": "application/json"})
+        server.process.send_signal(signal.SIGTERM)
+        assert [client.getresponse().status for client in clients] == [200] * 16
+
+
 def test_a_second_signal_does_not_wait() -> None:
     with serving() as server, asked(server, "forever", stream=True) as answer:
         assert answer.readline() and server.line() == "begin"

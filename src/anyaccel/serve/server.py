@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.server import ServerState
 
 from anyaccel.serve.api.application import application
 from anyaccel.serve.api.connection import bounded
@@ -26,6 +27,7 @@ from anyaccel.serve.requests.frontend import Frontend
 
 _CONNECTIONS = 1000  # open at once; more get status 503
 _DESCRIPTORS = 4096  # enough for these, for unfinished TLS handshakes, and for everything else
+_QUIET = 0.1  # seconds without anything new after a signal, before sockets are closed
 _AFTER_DRAIN = 5.0  # seconds for sending the end of the answers that draining has ended
 _CLOSING = 10.0  # seconds for closing the engine, which a rank that hangs would keep open for ever
 
@@ -41,6 +43,7 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -93,6 +96,17 @@ class _Server(uvicorn.Server):
             self._announce()
 
 
+async def _take_last_requests(state: ServerState) -> None:
+    """Read what clients had sent before the signal: the kernel resets connections that are closed with it unread."""
+    seen = None
+    for _ in range(10):  # clients that go on sending do not keep the server
+        if seen == (seen := (len(state.connections), state.total_requests)):
+            return
+        await asyncio.sleep(_QUIET)
+        for _ in range(3):  # the loop may come to its timers, after a pause of this process, before it reads sockets
+            await asyncio.sleep(0)
+
+
 async def _serve(
     frontend: Frontend, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
 ) -> None:
@@ -103,7 +117,7 @@ async def _serve(
         ws="none",
         lifespan="off",
         log_config=_log_config(settings),
-        access_log=settings.log_level in ("debug", "info"),
+        access_log=False,  # the one of access.py knows how long an answer took
         server_header=False,
         root_path=settings.root_path,
         timeout_keep_alive=int(frontend.limits.idle_seconds),
@@ -115,13 +129,17 @@ async def _serve(
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
-    def stop() -> None:
-        if server.should_exit:
-            server.force_exit = True
-            return
+    async def drain() -> None:
+        await _take_last_requests(server.server_state)
         server.should_exit = True
+        await frontend.engine.drain(settings.drain_seconds)
+
+    def stop() -> None:
+        if draining:
+            server.should_exit = server.force_exit = True
+            return
         logger.info("stopping: open requests have %g s to end; a second signal ends them now", settings.drain_seconds)
-        draining.append(loop.create_task(frontend.engine.drain(settings.drain_seconds)))
+        draining.append(loop.create_task(drain()))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)

@@ -25,6 +25,17 @@ def test_a_text_goes_on() -> None:
     assert complete(engine, prompt="Once upon", max_tokens=2).json["choices"][0]["finish_reason"] == "length"
 
 
+def test_minus_one_token_is_what_the_context_leaves_and_an_empty_stop_is_none() -> None:
+    engine = FakeEngine("abc")
+    assert complete(engine, prompt=["a", "abcd"], max_tokens=-1, stop="").json["choices"][0]["text"] == "abc"
+    assert [request.max_tokens for request in engine.requests] == [2044, 2044]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": -1, "stop": ["", "c"]}
+    result = post(engine, "/v1/chat/completions", chat).json
+    assert result["choices"][0]["message"]["content"] == "ab"
+    assert post(engine, "/v1/responses", {"input": "Hi", "max_output_tokens": -1}).status == 200
+    assert all(each.max_tokens == 2048 - len(each.prompt) for each in engine.requests[2:])
+
+
 @pytest.mark.parametrize("prompts", [["a", "bb"], [[97], [98, 98]]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_have_n_answers_each_in_their_order(prompts: list[Any], stream: bool) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import logging
+import re
 import struct
 from typing import Any
 
@@ -178,6 +179,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"5")]
     scope = {
         "type": "http",
+        "http_version": "1.1",
         "method": "POST",
         "path": CHAT,
         "headers": headers,
@@ -267,6 +269,37 @@ async def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.DEBUG):
         assert (await client.post(CHAT, HI, headers={"authorization": "Bearer sesame"})).status == 200
     assert "sesame" not in caplog.text and engine.requests[0].key not in ("", "sesame")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_says_how_long_an_answer_took_and_its_tokens(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Client(FakeEngine("abc"))
+    with caplog.at_level(logging.INFO, "anyaccel.serve.access"):
+        for path, value in ((CHAT, HI), ("/v1/completions", {"prompt": "Hi"}), ("/v1/responses", {"input": "Hi"})):
+            await client.post(path, {**value, "stream": stream})
+        await client.post(CHAT, {})
+        await client.get("/no/such\n%0a")
+        gone = asyncio.Event()
+        client.engine.gate = asyncio.Semaphore(0)
+        sending = asyncio.create_task(client.send("POST", CHAT, HI, leave=gone))
+        while len(client.engine.requests) < 4:
+            await asyncio.sleep(0)
+        gone.set()
+        await sending
+    fields = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(each["status"], each.get("prompt_tokens"), each.get("completion_tokens")) for each in fields] == [
+        (200, len("<user>Hi\n<assistant>"), 4),
+        (200, len("Hi"), 4),
+        (200, len("<user>Hi\n<assistant>"), 4),
+        (400, None, None),
+        (404, None, None),
+        (499, len("<user>Hi\n<assistant>"), 0),
+    ]
+    first, *_, odd, _ = caplog.messages
+    assert re.fullmatch(rf'127.0.0.1:50000 - "POST {CHAT} HTTP/1.1" 200, \d\.\d{{3}} s, 20 \+ 4 tokens', first)
+    assert "\n" not in odd and "such%0A%250a" in odd
 
 
 @pytest.mark.parametrize(
@@ -373,16 +406,16 @@ async def test_metrics_are_prometheus_text_with_vllms_names() -> None:
     lines = (await client.get("/metrics")).body.decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     label = '{model_name="fake"}'
-    assert values[f"anyaccel:num_requests_running{label}"] == "2"
-    assert values[f"anyaccel:kv_cache_usage_perc{label}"] == "0.25"
-    assert values[f"anyaccel:generation_tokens_total{label}"] == "7"
-    assert values[f"anyaccel:time_to_first_token_seconds_count{label}"] == "1"
-    assert values[f"anyaccel:request_queue_time_seconds_count{label}"] == "1"
-    assert values[f"anyaccel:inter_token_latency_seconds_count{label}"] == "3"
-    assert values['anyaccel:request_generation_tokens_bucket{model_name="fake",le="+Inf"}'] == "1"
-    assert values['anyaccel:request_success_total{model_name="fake",finished_reason="stop"}'] == "1"
-    assert values[f'anyaccel:http_requests_total{{method="POST",path="{CHAT}",status="400"}}'] == "1"
-    assert values['anyaccel:http_requests_total{method="GET",path="other",status="404"}'] == "1"
+    assert values[f"anyaccel_num_requests_running{label}"] == "2"
+    assert values[f"anyaccel_kv_cache_usage_perc{label}"] == "0.25"
+    assert values[f"anyaccel_generation_tokens_total{label}"] == "7"
+    assert values[f"anyaccel_time_to_first_token_seconds_count{label}"] == "1"
+    assert values[f"anyaccel_request_queue_time_seconds_count{label}"] == "1"
+    assert values[f"anyaccel_inter_token_latency_seconds_count{label}"] == "3"
+    assert values['anyaccel_request_generation_tokens_bucket{model_name="fake",le="+Inf"}'] == "1"
+    assert values['anyaccel_request_success_total{model_name="fake",finished_reason="stop"}'] == "1"
+    assert values[f'anyaccel_http_requests_total{{method="POST",path="{CHAT}",status="400"}}'] == "1"
+    assert values['anyaccel_http_requests_total{method="GET",path="other",status="404"}'] == "1"
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
 

@@ -149,8 +149,8 @@ async def test_an_answer_tells_how_many_were_right() -> None:
     details = usage.as_json()["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 4}
     text = Metrics().text("m", Stats(drafted=13, accepted=9))
-    assert 'anyaccel:spec_decode_num_draft_tokens_total{model_name="m"} 13' in text
-    assert 'anyaccel:spec_decode_num_accepted_tokens_total{model_name="m"} 9' in text
+    assert 'anyaccel_spec_decode_num_draft_tokens_total{model_name="m"} 13' in text
+    assert 'anyaccel_spec_decode_num_accepted_tokens_total{model_name="m"} 9' in text
 
 
 def test_the_option_of_the_command() -> None:

@@ -21,6 +21,7 @@ CHAT = [
     ({"temperature": 2.5}, "temperature"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"stop": ["a", 1]}, "stop[1]"),
     ({"stop": "x" * 1001}, "stop"),
     ({"guided_choice": ["x"] * 513}, "guided_choice"),
@@ -71,7 +72,8 @@ COMPLETIONS = [
     ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
-    ({"prompt": "a", "stop": ["x", ""]}, "stop[1]"),
+    ({"prompt": "a", "max_tokens": -2}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({}, "prompt"),
 ]

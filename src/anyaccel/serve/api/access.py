@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: API keys compared in constant time, the origins of pages, and security headers for browsers."""
+"""Access: API keys compared in constant time, the origins of pages, security headers for browsers, and the log."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import logging
+import time
 from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.utils import get_path_with_query_string
 
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.sending import discard_body, error_answer
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
+
+logger = logging.getLogger("anyaccel.serve.access")
 
 _PAGE = "/page/"  # the files of the chat page, which has no data of its own
 
@@ -54,7 +59,7 @@ class ApiKeys:
 
 
 class AccessMiddleware:
-    """Refuses unauthorised requests, and counts responses.
+    """Refuses unauthorised requests, and counts and logs responses.
 
     Args:
         origins: sites whose pages may send requests; "*": all.
@@ -82,17 +87,17 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         path = _path(scope)
-        started = False
+        start, status = time.monotonic(), 0
 
         async def counted_send(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-                self._metrics.answered(method, path if path in self._paths else "other", message["status"])
+                self._metrics.answered(method, path if path in self._paths else "other", status)
             await send(message)
 
         scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
@@ -103,14 +108,17 @@ class AccessMiddleware:
             answer = error_answer(error)
             answer.headers["connection"] = "close"
             await answer(scope, receive, counted_send)
+            _log(scope, status, time.monotonic() - start)
             return
         try:
             await self._app(scope, receive, counted_send)
         except asyncio.CancelledError:  # the server stops, and draining has not ended the request
-            if started:
+            if status:
                 scope.get("anyaccel.abort", lambda: None)()
             else:
                 await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, counted_send)
+        finally:
+            _log(scope, status, time.monotonic() - start)
 
     def _client_name(self, scope: Scope, path: str) -> str:
         """The name of the client, for fair queueing.
@@ -164,6 +172,23 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """Log a request after its response; the line begins as uvicorn's do."""
+    usage = scope.get("anyaccel.usage")
+    fields: dict[str, object] = {
+        "client": ":".join(map(str, scope.get("client") or ["-"])),
+        "method": scope["method"],
+        "path": get_path_with_query_string(scope),  # type: ignore[arg-type]  # uvicorn's own type of the same
+        "status": status or 499,  # as in nginx's log, of a client that has gone before the response
+        "seconds": round(seconds, 3),
+    }
+    text = '{client} - "{method} {path} HTTP/{version}" {status}, {seconds:.3f} s'
+    if usage is not None:
+        fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        text += ", {prompt_tokens} + {completion_tokens} tokens"
+    logger.info("%s", text.format(**fields, version=scope["http_version"]), extra={"fields": fields})
 
 
 def _path(scope: Scope) -> str:

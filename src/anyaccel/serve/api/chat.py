@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import (
@@ -19,7 +17,15 @@ from anyaccel.serve.api.generation import (
     generation_endpoint,
 )
 from anyaccel.serve.interface import TokenLogprob
-from anyaccel.serve.protocol.common import Logprobs, Messages, NamedTool, SamplingFields, TemplateFields, Tools
+from anyaccel.serve.protocol.common import (
+    Logprobs,
+    MaxTokens,
+    Messages,
+    NamedTool,
+    SamplingFields,
+    TemplateFields,
+    Tools,
+)
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
 from anyaccel.serve.requests.conversation import Prompt, build_prompt, prompt_ending
@@ -33,8 +39,8 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     messages: Messages
     tools: Tools | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -89,7 +95,7 @@ class ChatGeneration:
 
     def __post_init__(self) -> None:
         self._answers = self.request.answer_count
-        self._usage = TokenUsage([len(self.prompt.tokens)], self._answers)
+        self.usage = TokenUsage([len(self.prompt.tokens)], self._answers)
         kind = "chat.completion.chunk" if self.request.stream else "chat.completion"
         self._head = answer_head(self.frontend, self.request, "chatcmpl-", kind)
 
@@ -109,7 +115,7 @@ class ChatGeneration:
         finish: list[str | None] = [None] * self._answers
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self._usage.add(delta.text)
+                self.usage.add(delta.text)
                 index = delta.text.index
                 message = messages[index]
                 message["content"] += delta.content
@@ -125,16 +131,16 @@ class ChatGeneration:
                 message["content"] = message["content"] or None
             content = {"content": logprobs[index]} if self.request.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": finish[index]})
-        return {**self._head, "choices": choices, "usage": self._usage.as_json()}
+        return {**self._head, "choices": choices, "usage": self.usage.as_json()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        return choice_events(self._choices(), self._head, self.request, self._usage)
+        return choice_events(self._choices(), self._head, self.request, self.usage)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
         started = [False] * self._answers
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self._usage.add(delta.text)
+                self.usage.add(delta.text)
                 index = delta.text.index
                 if not started[index]:
                     started[index] = True

@@ -20,7 +20,7 @@ from anyaccel.serve.api.generation import (
 )
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol import limits
-from anyaccel.serve.protocol.common import Logprobs, SamplingFields, Text, TokenIds
+from anyaccel.serve.protocol.common import Logprobs, MaxTokens, SamplingFields, Text, TokenIds
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import TextDelta, generate_texts
 from anyaccel.serve.requests.frontend import Frontend
@@ -38,7 +38,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[Text], Field(min_length=1, max_length=limits.MOST_ANSWERS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MOST_ANSWERS)]
     )
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: MaxTokens | None = None
     logprobs: Logprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -63,25 +63,23 @@ async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> C
     if request.best_of not in (None, request.answer_count):
         raise wrong("best_of", "only the same as n is supported")
     check_stream_options(request)
-    if request.max_tokens == 0 and not request.echo:
-        raise wrong("max_tokens", "0 needs echo: true")
     given = request.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
     inputs: Sequence[Any] = given if several else [given]
     answers = len(inputs) * request.answer_count
     if answers > limits.MOST_ANSWERS:
         raise wrong("n", f"prompts times n are {answers}, and may be {limits.MOST_ANSWERS}")
-    max_tokens = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
-    prompts = []
+    wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+    prompts, rooms = [], []
     for place, each in enumerate(inputs):
         param = f"prompt[{place}]" if several else "prompt"
         if isinstance(each, str):
             tokens = await frontend.tokenizer.encode(each, request.add_special_tokens is not False)
         else:
             tokens = frontend.check_tokens(each, param)
-        frontend.answer_room(tokens, max_tokens, "max_tokens", param)
+        rooms.append(frontend.answer_room(tokens, wanted, "max_tokens", param, least=0 if request.echo else 1))
         prompts.append(tokens)
-    return CompletionGeneration(frontend, request, prompts, max_tokens, key)
+    return CompletionGeneration(frontend, request, prompts, min(rooms), key)
 
 
 @dataclass
@@ -99,7 +97,7 @@ class CompletionGeneration:
         self._prompt_of = [prompt for prompt in self.prompts for _ in range(answers)]
         self._offsets = [0 if self.request.echo else len(self._decode(prompt)) for prompt in self._prompt_of]
         self._started = [False] * len(self._prompt_of)
-        self._usage = TokenUsage([len(prompt) for prompt in self.prompts], answers)
+        self.usage = TokenUsage([len(prompt) for prompt in self.prompts], answers)
         self._head = answer_head(self.frontend, self.request, "cmpl-", "text_completion")
 
     def _decode(self, tokens: list[int]) -> str:
@@ -131,7 +129,7 @@ class CompletionGeneration:
             if self.request.echo:
                 text = self._decode(prompt) + text
                 logprobs = [prompt[0], *(delta.prompt_logprobs or ()), *logprobs]
-        self._usage.add(delta)
+        self.usage.add(delta)
         lists = None if self.request.logprobs is None else self._logprob_lists(index, logprobs)
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": delta.finish}
 
@@ -172,10 +170,10 @@ class CompletionGeneration:
                 choice["finish_reason"] = part["finish_reason"]
                 for name, values in (part["logprobs"] or {}).items():
                     choice["logprobs"][name] += values
-        return {**self._head, "choices": choices, "usage": self._usage.as_json()}
+        return {**self._head, "choices": choices, "usage": self.usage.as_json()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        return choice_events(self._choices(), self._head, self.request, self._usage)
+        return choice_events(self._choices(), self._head, self.request, self.usage)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self._deltas()) as deltas:

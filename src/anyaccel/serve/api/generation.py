@@ -25,8 +25,13 @@ class PreparedRequest(Protocol):
 
     Both raise AnyAccelError and ApiError, see `Engine.generate`; a stream before its first event, or instead of the
     rest.
+
+    Attributes:
+        usage: the tokens so far.
     """
 
+    @property
+    def usage(self) -> TokenUsage: ...
     async def response(self) -> dict[str, Any]: ...
     def stream(self) -> AsyncGenerator[bytes, None]: ...
 
@@ -50,6 +55,7 @@ def generation_endpoint(
         body = await read(request, shape, frontend.limits)
         frontend.check_model(body.model)
         prepared = await prepare(frontend, body, request.scope["anyaccel.key"])
+        request.scope["anyaccel.usage"] = prepared.usage  # for the log
         if body.stream:
             return EventStream(prepared.stream(), frontend.limits, done)
         return json_answer(await unless_gone(request.receive, prepared.response()))
@@ -73,7 +79,7 @@ class TokenUsage:
 
     def __init__(self, prompts: Sequence[int], answers: int = 1) -> None:
         self._answers = answers
-        self._prompt_tokens = sum(prompts)
+        self.prompt_tokens = sum(prompts)
         self._cached = [0] * len(prompts)
         self._counts = [0] * (len(prompts) * answers)
         self._drafts = [(0, 0)] * (len(prompts) * answers)
@@ -84,13 +90,20 @@ class TokenUsage:
         self._drafts[index] = max(self._drafts[index], delta.drafts)
         self._cached[prompt] = max(self._cached[prompt], delta.cached)
 
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self._counts)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached)
+
     def as_json(self) -> dict[str, Any]:
-        completion = sum(self._counts)
         usage: dict[str, Any] = {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self._prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
         drafted, accepted = (sum(each[place] for each in self._drafts) for place in (0, 1))
         if drafted:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api.endpoint import Endpoint
-from anyaccel.serve.api.generation import generation_endpoint
+from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
 from anyaccel.serve.api.sending import event
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
@@ -24,6 +24,7 @@ from anyaccel.serve.protocol.common import (
     FunctionName,
     GenerationFields,
     Logprobs,
+    MaxTokens,
     NamedTool,
     ResponseFormat,
     Shape,
@@ -82,7 +83,7 @@ class ResponsesRequest(GenerationFields):
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MOST_MESSAGES)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -204,7 +205,8 @@ class ResponsesGeneration:
     def __post_init__(self) -> None:
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the output item that still grows
-        self._usage: dict[str, Any] | None = None
+        self.usage = TokenUsage([len(self.prompt.tokens)])
+        self._reported: dict[str, Any] | None = None  # the usage, once the answer is complete
         self._status, self._why = "in_progress", ""
         self._identity, self._created = new_id("resp_"), int(time.time())
 
@@ -233,7 +235,7 @@ class ResponsesGeneration:
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
             "top_p": self.frontend.defaults.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "usage": self._usage,
+            "usage": self._reported,
         }
 
     # Items -------------------------------------------------------------------------------------------------
@@ -330,21 +332,19 @@ class ResponsesGeneration:
     async def _events(self) -> AsyncGenerator[Event, None]:
         yield {"type": "response.created", "response": self._response()}
         yield {"type": "response.in_progress", "response": self._response()}
-        last = None
         deltas = generate_messages(self.frontend, self.request, self.prompt, self.max_tokens, key=self.key)
         async with aclosing(deltas):
             async for delta in deltas:
-                last = delta.text
+                self.usage.add(delta.text)
                 for each in self._parse(delta):
                     yield each
-        assert last is not None
-        prompt = len(self.prompt.tokens)
-        self._usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": last.cached},
-            "output_tokens": last.count,
+        usage = self.usage
+        self._reported = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + last.count,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         yield {"type": f"response.{self._status}", "response": self._response()}
 

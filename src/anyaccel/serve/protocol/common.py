@@ -16,7 +16,8 @@ from anyaccel.serve.protocol import limits
 Text = Annotated[str, Field(max_length=8 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-StopText = Annotated[str, Field(min_length=1, max_length=limits.MOST_STOP_LENGTH)]
+StopText = Annotated[str, Field(max_length=limits.MOST_STOP_LENGTH)]  # "" is none
+MaxTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1: as many as the context leaves
 Logprobs = Annotated[int, Field(ge=0, le=limits.MOST_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -117,7 +118,8 @@ class SamplingFields(GenerationFields):
 
     @property
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return [each for each in given if each]
 
 
 # Conversations --------------------------------------------------------------------------------------------

@@ -95,12 +95,18 @@ class Frontend:
             raise wrong(param, f"token {unknown} is not in the vocabulary of {most} tokens")
         return list(tokens)
 
-    def answer_room(self, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str) -> int:
-        """The most tokens of an answer: as many as are wanted, else what the context leaves.
+    def answer_room(
+        self, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str, least: int = 1
+    ) -> int:
+        """The most tokens of an answer: as many as are wanted, else (None, -1) what the context leaves.
 
         Raises:
-            ApiError: the prompt is empty, or there is no room for them.
+            ApiError: the prompt is empty, fewer than `least` are wanted, or there is no room for them.
         """
+        if wanted == -1:
+            wanted = None
+        if wanted is not None and wanted < least:
+            raise wrong(param, f"{wanted} is too few: at least 1; -1 is as many as the context leaves")
         if not prompt:
             raise wrong(prompt_param, "the prompt is empty: it needs at least one token")
         context = self.engine.facts.context

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/metrics` in Prometheus' text format; names after the colon, and meanings, are vLLM's.
+"""`/metrics` in Prometheus' text format; names after `anyaccel_`, and meanings, are vLLM's.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ is the format.
 """
@@ -83,7 +83,7 @@ class Metrics:
             ("kv_cache_usage_perc", used, "Part of the KV cache that running requests hold; 1: all."),
             ("kv_cache_bytes", stats.cache_total, "Size of the KV cache."),
         ):
-            yield from self._family(name, "gauge", meaning, [f"anyaccel:{name}{{{labels}}} {value!r}"])
+            yield from self._family(name, "gauge", meaning, [f"anyaccel_{name}{{{labels}}} {value!r}"])
         for name, count, meaning in (
             ("prefix_cache_queries_total", stats.prefix_queries, "Tokens of prompts."),
             ("prefix_cache_hits_total", stats.prefix_hits, "Tokens of prompts that were in the cache."),
@@ -94,7 +94,7 @@ class Metrics:
             ("spec_decode_num_draft_tokens_total", stats.drafted, "Drafted tokens of answers."),
             ("spec_decode_num_accepted_tokens_total", stats.accepted, "Drafted tokens that were accepted."),
         ):
-            yield from self._family(name, "counter", meaning, [f"anyaccel:{name}{{{labels}}} {count}"])
+            yield from self._family(name, "counter", meaning, [f"anyaccel_{name}{{{labels}}} {count}"])
         for name, histogram, meaning in (
             ("request_queue_time_seconds", self.queued, "From a request to the first step with its tokens."),
             ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
@@ -103,22 +103,22 @@ class Metrics:
             ("request_prompt_tokens", self._prompt, "Tokens of a prompt."),
             ("request_generation_tokens", self._answer, "Tokens of an answer."),
         ):
-            yield from self._family(name, "histogram", meaning, histogram.lines(f"anyaccel:{name}", labels))
+            yield from self._family(name, "histogram", meaning, histogram.lines(f"anyaccel_{name}", labels))
         name = "request_success_total"
         lines = [
-            f'anyaccel:{name}{{{labels},finished_reason="{_label(reason)}"}} {count}'
+            f'anyaccel_{name}{{{labels},finished_reason="{_label(reason)}"}} {count}'
             for reason, count in sorted(self._finished.items())
         ]
         yield from self._family(name, "counter", "Answers by how they ended.", lines)
         name = "http_requests_total"
         lines = [
-            f'anyaccel:{name}{{method="{_label(method)}",path="{_label(path)}",status="{status}"}} {count}'
+            f'anyaccel_{name}{{method="{_label(method)}",path="{_label(path)}",status="{status}"}} {count}'
             for (method, path, status), count in sorted(self._answered.items())
         ]
         yield from self._family(name, "counter", "Requests of HTTP by their status.", lines)
 
     @staticmethod
     def _family(name: str, kind: str, meaning: str, lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
-        yield f"# HELP anyaccel:{name} {meaning}"
-        yield f"# TYPE anyaccel:{name} {kind}"
+        yield f"# HELP anyaccel_{name} {meaning}"
+        yield f"# TYPE anyaccel_{name} {kind}"
         yield from lines
