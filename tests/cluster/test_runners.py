@@ -150,7 +150,7 @@ def test_a_lost_connection_ends_the_job_on_both_sides(hosts: Hosts, launcher: st
             child.kill()
             hosts.cluster.kill_jobs()
     assert not left, errors
-    assert "node2" in errors
+    assert "host node2: the connection to ranks 2-3 was lost" in errors
     assert child.returncode != 0
 
 

@@ -72,6 +72,7 @@ class Machine:
         self._numbers = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
         self._answered = threading.Condition()
+        self._boots = 1
         self._lost = ""
         self._monitor_path = monitor
         self._reader: Any = None
@@ -117,7 +118,10 @@ class Machine:
             for line in self._reader:
                 answer = json.loads(line)
                 with self._answered:
-                    self._answers[answer.pop("number")] = answer
+                    if "ready" in answer:
+                        self._boots += 1
+                    else:
+                        self._answers[answer.pop("number")] = answer
                     self._answered.notify_all()
         with self._answered:
             self._lost = "the machine has ended"
@@ -185,6 +189,17 @@ class Machine:
                 while "event" in (answer := json.loads(lines.readline())):
                     continue
                 assert "return" in answer, answer
+
+    def reset(self) -> None:
+        """Restart it at once, as after a power failure; `wait_for_boot` waits until it can be used again."""
+        self._boots = 0
+        self.monitor("set-action", reboot="reset")
+        self.monitor("system_reset")
+
+    def wait_for_boot(self) -> None:
+        with self._answered:
+            assert self._answered.wait_for(lambda: self._boots or self._lost, _SECONDS_TO_BOOT), self._console()
+        assert not self._lost, self._lost
 
     def close(self) -> None:
         self._qemu.kill()

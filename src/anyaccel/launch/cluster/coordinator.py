@@ -31,6 +31,7 @@ from anyaccel.launch.local.signals import stop_signals, without_stopping
 from anyaccel.launch.local.streams import BACKLOG
 from anyaccel.launch.local.worker import PASSED_ON
 from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
+from anyaccel.topology.model import format_cpu_list
 
 if TYPE_CHECKING:
     from anyaccel.launch.cluster.callback import AgentListener
@@ -285,7 +286,7 @@ class Coordinator:
                 agent.problem = f"cannot be reached: {how}"  # it has not ended because we asked it to
             return
         if agent.ready is not None:
-            agent.problem = f"the connection was lost ({how})"
+            agent.problem = f"the connection{self._to_ranks_of(agent.host)} was lost ({how})"
         elif agent.said.startswith(OUR_ERROR):
             agent.problem = agent.said.removeprefix(OUR_ERROR)
         else:
@@ -299,6 +300,17 @@ class Coordinator:
             agent.problem = ""
         else:
             self.end(signal.SIGTERM)
+
+    def _to_ranks_of(self, host: str) -> str:
+        """Which ranks a host has, for a message: " to rank 3". Those of an elastic job are numbered by torch."""
+        if not self._started or self._least is not None:
+            return ""
+        ranks = [
+            rank
+            for rank, name in enumerate(each.host for each in self.agents for _ in range(each.size))
+            if name == host
+        ]
+        return f" to rank{'s' if len(ranks) > 1 else ''} {format_cpu_list(ranks)}"
 
     # ending
 
