@@ -323,9 +323,10 @@ void Weights::mark(Slot& slot, int64_t first, int64_t count) {
   }
 }
 
-void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
-                       const int64_t* order) {
-  Slot& slot = find(name, true, first, count);
+// Calls fn(part, its first row, begin, end) on all threads, each with rows of its own of what is given: whole blocks,
+// since rows of one block are packed by one thread.
+template <class Fn>
+void Weights::for_rows(Team& team, Slot& slot, int64_t first, int64_t count, const Fn& fn) {
   const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
   std::mutex mutex;
   std::exception_ptr failure;
@@ -335,16 +336,11 @@ void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64
         const int64_t start = static_cast<int64_t>(part) * part_rows;
         const int64_t low = std::max(first, start) - start, high = std::min(first + count, start + part_rows) - start;
         if (low >= high) continue;
-        // Whole blocks of what is given for each thread: rows of one block are packed by one.
         const int64_t block = low / kBlockRows;
         const Range blocks = part_of((high + kBlockRows - 1) / kBlockRows - block, thread, team.size());
-        const int64_t begin = start + std::max(low, (block + blocks.begin) * kBlockRows);
-        const int64_t end = start + std::min(high, (block + blocks.end) * kBlockRows);
-        if (begin >= end) continue;
-        Source from = source;
-        if (order == nullptr) from.data = static_cast<const char*>(source.data) + (begin - first) * source.row_stride;
-        slot.parts[part].set_rows(begin - start, end - begin, from,
-                                  order == nullptr ? nullptr : order + (begin - first));
+        const int64_t begin = std::max(low, (block + blocks.begin) * kBlockRows);
+        const int64_t end = std::min(high, (block + blocks.end) * kBlockRows);
+        if (begin < end) fn(slot.parts[part], start, begin, end);
       }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -355,23 +351,29 @@ void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64
   mark(slot, first, count);
 }
 
-void Weights::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
+void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
+                       const int64_t* order) {
+  for_rows(team, find(name, true, first, count), first, count,
+           [&](Matrix& matrix, int64_t start, int64_t begin, int64_t end) {
+             const int64_t skip = start + begin - first;
+             Source from = source;
+             if (order == nullptr) from.data = static_cast<const char*>(source.data) + skip * source.row_stride;
+             matrix.set_rows(begin, end - begin, from, order == nullptr ? nullptr : order + skip);
+           });
+}
+
+void Weights::set_quantised_rows(Team& team, const std::string& name, int64_t first, int64_t count, const uint8_t* q,
                                  const float* scales, const float* minima) {
   Slot& slot = find(name, true, first, count);
-  const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
   const Shape& shape = slot.parts.front().shape();
   const int64_t groups = shape.group > 0 ? (shape.cols + shape.group - 1) / shape.group : 1;
   if (shape.minimum != (minima != nullptr))
     throw UsageError("'" + name + (shape.minimum ? "' needs minima" : "' has no minima"));
-  for (size_t part = 0; part < slot.parts.size(); ++part) {
-    const int64_t start = static_cast<int64_t>(part) * part_rows;
-    const int64_t begin = std::max(first, start), end = std::min(first + count, start + part_rows);
-    if (begin >= end) continue;
-    const int64_t skip = begin - first;
-    slot.parts[part].set_quantised_rows(begin - start, end - begin, q + skip * shape.cols, scales + skip * groups,
-                                        minima == nullptr ? nullptr : minima + skip * groups);
-  }
-  mark(slot, first, count);
+  for_rows(team, slot, first, count, [&](Matrix& matrix, int64_t start, int64_t begin, int64_t end) {
+    const int64_t skip = start + begin - first;
+    matrix.set_quantised_rows(begin, end - begin, q + skip * shape.cols, scales + skip * groups,
+                              minima == nullptr ? nullptr : minima + skip * groups);
+  });
 }
 
 void Weights::set_vector(const std::string& name, int64_t first, int64_t count, const void* values, SourceType type,

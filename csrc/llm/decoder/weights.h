@@ -76,8 +76,8 @@ class Weights {
   // See Matrix. Divided among the team. Throw UsageError (unknown name, rows outside), std::invalid_argument.
   void set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
                 const int64_t* order);
-  void set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q, const float* scales,
-                          const float* minima);
+  void set_quantised_rows(Team& team, const std::string& name, int64_t first, int64_t count, const uint8_t* q,
+                          const float* scales, const float* minima);
   void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
                   int64_t stride, float plus);
   // Marks every weight as set, after all of them were read from a file.
@@ -110,6 +110,8 @@ class Weights {
 
   Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
   static void mark(Slot& slot, int64_t first, int64_t count);
+  template <class Fn>
+  void for_rows(Team& team, Slot& slot, int64_t first, int64_t count, const Fn& fn);
 
   size_t bytes_ = 0;
   std::shared_ptr<void> memory_;

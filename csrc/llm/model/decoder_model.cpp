@@ -74,7 +74,7 @@ void DecoderModel::set_rows(const std::string& name, int64_t first, int64_t coun
 void DecoderModel::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
                                       const float* scales, const float* minima) {
   const auto held = lock();
-  weights_.set_quantised_rows(name, first, count, q, scales, minima);
+  weights_.set_quantised_rows(team_, name, first, count, q, scales, minima);
 }
 
 void DecoderModel::set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,

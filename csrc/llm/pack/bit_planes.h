@@ -4,6 +4,9 @@
 // % 4 = i and c / 4 = (8 / b) l, (8 / b) l + 1, ..., the first of them in its lowest bits.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+
 #include "llm/pack/grouped.h"
 
 namespace anyaccel::llm {
@@ -43,6 +46,32 @@ struct PlaneBits {
   };
   put(unit, format.low, value);
   if (format.bits > format.low) put(unit + format.low * kPlaneLine, format.bits - format.low, value >> format.low);
+}
+
+// Bits from_bit, from_bit + 1, ... of the values of 32 columns into row r of a plane: four columns, which lie side by
+// side, at a time.
+template <int kBits>
+inline void put_plane(uint8_t* plane, int r, const uint32_t* quads, int from_bit) {
+  constexpr int kFields = 8 / kBits;
+  constexpr uint32_t kMask = 0x01010101u * ((1u << kBits) - 1);
+  for (int line = 0; line < kBits; ++line) {
+    uint32_t word = 0;
+    for (int f = 0; f < kFields; ++f) word |= (quads[line * kFields + f] >> from_bit & kMask) << (f * kBits);
+    std::memcpy(plane + line * kPlaneLine + r * 4, &word, sizeof word);
+  }
+}
+
+// The values of row r, of 32 columns, into a unit.
+[[maybe_unused]] inline void put_row(const FormatRow& format, uint8_t* unit, int r, const uint8_t* values) {
+  uint32_t quads[kUnitColumns / 4];
+  std::memcpy(quads, values, sizeof quads);
+  const auto put = [&](uint8_t* plane, int bits, int from_bit) {
+    if (bits == 4) put_plane<4>(plane, r, quads, from_bit);
+    if (bits == 2) put_plane<2>(plane, r, quads, from_bit);
+    if (bits == 1) put_plane<1>(plane, r, quads, from_bit);
+  };
+  put(unit, format.low, 0);
+  if (format.bits > format.low) put(unit + format.low * kPlaneLine, format.bits - format.low, format.low);
 }
 
 // A unit as 8 lines [16 rows][4 columns] of bytes, as those of i8: what codes stand for, or values with `plus` added.

@@ -361,6 +361,16 @@ void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const 
   }
 }
 
+// The bits that any of the values has.
+static uint8_t all_bits(const uint8_t* values, int64_t count) {
+  uint64_t words = 0;
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) words |= read<uint64_t>(values + i);
+  for (; i < count; ++i) words |= values[i];
+  for (int shift = 32; shift >= 8; shift /= 2) words |= words >> shift;
+  return static_cast<uint8_t>(words);
+}
+
 void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales,
                                 const float* minima) {
   if (empty()) fail("it has no memory");
@@ -374,8 +384,9 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
   const int64_t groups = (shape_.cols + group - 1) / group;
   const FormatRow& format = row_of(shape_.format);
   const int most = (1 << format.bits) - 1;
-  if (std::any_of(q, q + count * shape_.cols, [most](uint8_t value) { return value > most; }))
-    fail("a " + std::to_string(format.bits) + "-bit value is above " + std::to_string(most));
+  uint8_t bits = 0;
+  for (int64_t i = 0; i < count * shape_.cols; ++i) bits |= q[i];  // `most` has all bits that a value may have
+  if (bits > most) fail("a " + std::to_string(format.bits) + "-bit value is above " + std::to_string(most));
   for (int64_t i = 0; i < count; ++i) {
     const int r = static_cast<int>((first + i) % kBlockRows);
     uint8_t* block = data_ + layout.block_bytes * static_cast<size_t>((first + i) / kBlockRows);
@@ -388,12 +399,18 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
       put(scale_at(layout, block, g, r), half_of(scale));
       if (layout.minimum) put(minimum_at(layout, block, g, r), half_of(minima[i * groups + g]));
     }
-    for (int64_t k = 0; k < shape_.cols; ++k) {
-      const uint8_t value = q[i * shape_.cols + k];
+    for (int64_t k = 0; k < shape_.cols; k += kUnitColumns) {
+      const uint8_t* from = q + i * shape_.cols + k;
+      uint8_t last[kUnitColumns] = {};
+      if (shape_.cols - k < kUnitColumns) {
+        std::memcpy(last, from, static_cast<size_t>(shape_.cols - k));
+        from = last;
+      }
+      uint8_t* unit = block + layout.unit_at(k);
       if (shape_.format == Format::i8)
-        block[layout.unit_at(k) + i8_at(k % kUnitColumns, r)] = value;
+        for (int column = 0; column < kUnitColumns; column += 4) std::memcpy(unit + i8_at(column, r), from + column, 4);
       else
-        put_bits(layout, block, k, r, value);
+        put_row(format, unit, r, from);
     }
   }
 }

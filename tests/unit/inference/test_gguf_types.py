@@ -16,7 +16,7 @@ from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.gguf_types import HELD, UNREAD
 from anyaccel.inference.native import packed_cache
 from anyaccel.inference.native.formats import Format, Precision, choose, stored_format
-from anyaccel.inference.native.packing import _pack, _Tensor
+from anyaccel.inference.native.packing import _converted, _pack, _Tensor
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.mapping import Unsupported
 from gguf_cases import random_blocks
@@ -113,7 +113,7 @@ def packed(tensors: list[Any], cols: range = range(COLS)) -> OneMatrix:
     matrix, at = OneMatrix(shape), 0
     for tensor in tensors:
         part = _Tensor("w", tensor, range(tensor.shape[0]), tensor.shape[1], 0.0)
-        _pack(matrix, shape, at, part, part.rows, cols)  # type: ignore[arg-type]
+        _pack(matrix, shape, at, part, part.rows, cols, _converted(shape, part, part.rows, cols))  # type: ignore[arg-type]
         at += tensor.shape[0]
     return matrix
 

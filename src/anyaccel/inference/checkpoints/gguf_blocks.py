@@ -121,9 +121,10 @@ class GgufBlocks:
         if minima is not None:
             minima = minima.reshape(count, -1)
         held_as = FORMATS[self.format(cols)[0]]
-        if self.type == "q4_k":  # the most common one, without floats in between
-            nibbles = blocks[:, 16:].reshape(-1, 4, 1, 32)
-            q = numpy.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(count, -1)
+        coded = held.codes is not None and held_as is FORMATS[held.format[0]]
+        if coded:
+            assert held.codes is not None
+            q = held.codes(blocks).reshape(count, -1)
         else:
             steps = self._dequantised(stored).reshape(count, scales.shape[1], -1)
             if minima is not None:
@@ -136,7 +137,7 @@ class GgufBlocks:
             q = _index(held_as.codes)[q.view(numpy.uint8)]
         elif held_as.bits < 8:
             if minima is None:
-                q, minima = q + numpy.int8(held_as.zero), -held_as.zero * scales
+                q, minima = q if coded else q + numpy.int8(held_as.zero), -held_as.zero * scales
             q = q.view(numpy.uint8) & ((1 << held_as.bits) - 1)
         of = numpy.arange(cols.start, cols.stop, group) * scales.shape[1] // self.shape[-1]
         dense = numpy.ascontiguousarray

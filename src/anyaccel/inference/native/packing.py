@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 _BLOCK_ROWS = 16
 # Read, packed and given back at a time: what is in memory beside the packed weights.
 _CHUNK_BYTES = 4 << 20
+_MOST_CONVERTERS = 8  # threads; packing is what takes longer then
 
 _WEIGHT = re.compile(r"\.(weight|bias)$")
 _BUFFER = re.compile(r"\.(attn|attention)\.bias$")  # a mask that old checkpoints of GPT-2 and GPT-NeoX have
@@ -50,6 +55,10 @@ class _Tensor:
     rows: Rows
     cols: int
     plus: float
+
+
+_Chunk = tuple[_Tensor, Rows, Callable[[], Any]]
+_Chunks = Callable[[MatrixShape, range], Iterator[_Chunk]]
 
 
 class Plan:
@@ -218,6 +227,11 @@ class Plan:
         Args:
             report: called with (bytes packed, bytes in all).
         """
+        converters = min(len(os.sched_getaffinity(0)), _MOST_CONVERTERS)
+        with ThreadPoolExecutor(converters) as threads:
+            self._fill(model, report, functools.partial(self._chunks, threads=threads, most=converters))
+
+    def _fill(self, model: _llm.DecoderModel, report: Callable[[int, int], object], chunks: _Chunks) -> None:
         last = self._last_uses()
         ahead = [name for name in self._parts if name in self._whole_matrices]
         progress = _Progress(self.matrices, model.weight_bytes, report)
@@ -225,7 +239,7 @@ class Plan:
             for following in ahead[number + 1 : number + 2]:
                 for part in self._parts[following]:
                     part.tensor.will_need()
-            self._fill_matrix(model, shape, progress)
+            self._fill_matrix(model, shape, progress, chunks)
             for name in last.get(shape.name, ()):
                 self.source.release(name)
         for vector in self.vectors:
@@ -259,23 +273,39 @@ class Plan:
                     yield part, part.rows[first - at : last - at]
                 at += len(part.rows)
 
-    def _fill_matrix(self, model: _llm.DecoderModel, shape: MatrixShape, progress: _Progress) -> None:
+    def _fill_matrix(self, model: _llm.DecoderModel, shape: MatrixShape, progress: _Progress, chunks: _Chunks) -> None:
         cols = self._slice(shape.name).cols or range(shape.cols)
+        at = 0
+        for part, chunk, values in chunks(shape, cols):
+            try:
+                _pack(model, shape, at, part, chunk, cols, values())
+            except (ValueError, OverflowError) as error:
+                if isinstance(error, ModelError):
+                    raise
+                raise ModelError(
+                    f"{part.tensor.where}: cannot be packed as {shape.format} ({error_text(error)})"
+                ) from error
+            at += len(chunk)
+            if isinstance(part.tensor, TensorView):
+                part.tensor.done(chunk)
+            progress.add(len(chunk) * shape.cols, shape)
+
+    def _chunks(self, shape: MatrixShape, cols: range, threads: ThreadPoolExecutor, most: int) -> Iterator[_Chunk]:
+        """Tensors, rows of them, and a function that returns these rows' values where they have to be converted.
+
+        Rows of GGUF's blocks are converted in threads, ahead of those that are packed: numpy lets go of Python's lock.
+        """
+        waiting: deque[_Chunk] = deque()
         at = 0
         for part, rows in self._row_slices(shape.name):
             for chunk in _chunks(part, rows, at):
-                try:
-                    _pack(model, shape, at, part, chunk, cols)
-                except (ValueError, OverflowError) as error:
-                    if isinstance(error, ModelError):
-                        raise
-                    raise ModelError(
-                        f"{part.tensor.where}: cannot be packed as {shape.format} ({error_text(error)})"
-                    ) from error
+                convert = functools.partial(_converted, shape, part, chunk, cols)
+                ahead = threads.submit(convert).result if isinstance(part.tensor, GgufBlocks) else convert
+                waiting.append((part, chunk, ahead))
                 at += len(chunk)
-                if isinstance(part.tensor, TensorView):
-                    part.tensor.done(chunk)
-                progress.add(len(chunk) * shape.cols, shape)
+                if len(waiting) > most:
+                    yield waiting.popleft()
+        yield from waiting
 
     def _fill_vector(self, model: _llm.DecoderModel, shape: VectorShape) -> None:
         if self._slice(shape.name).zero:
@@ -352,7 +382,10 @@ def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
         begin = end
 
 
-def _pack(model: _llm.DecoderModel, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range) -> None:
+def _pack(
+    model: _llm.DecoderModel, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range, values: Any
+) -> None:
+    """Give `_llm` some rows; `values` are those that `_converted` returns."""
     tensor = part.tensor
     if isinstance(tensor, TensorView):
         row_stride, col_stride = tensor.strides
@@ -370,14 +403,21 @@ def _pack(model: _llm.DecoderModel, shape: MatrixShape, at: int, part: _Tensor, 
             order = list(rows)
         model.set_rows(shape.name, at, len(rows), address, tensor.type, row_stride, col_stride, order)
         return
-    own = tensor.format(cols)
-    if holds(shape, own):
-        q, scales, minima = _values(shape, tensor, own, rows, cols)
+    if isinstance(values, tuple):
+        q, scales, minima = values
         kept = minima.ctypes.data if shape.minimum else 0
         model.set_quantised_rows(shape.name, at, len(rows), q.ctypes.data, scales.ctypes.data, kept)
         return
-    floats = tensor.floats(rows, cols)
-    model.set_rows(shape.name, at, len(rows), floats.ctypes.data, "f32", floats.strides[0], floats.strides[1])
+    model.set_rows(shape.name, at, len(rows), values.ctypes.data, "f32", values.strides[0], values.strides[1])
+
+
+def _converted(shape: MatrixShape, part: _Tensor, rows: Rows, cols: range) -> Any:
+    """Rows as arrays: (values, scales, minima) where the matrix holds them, else floats; None for what `_llm` reads."""
+    tensor = part.tensor
+    if isinstance(tensor, TensorView):
+        return None
+    own = tensor.format(cols)
+    return _values(shape, tensor, own, rows, cols) if holds(shape, own) else tensor.floats(rows, cols)
 
 
 def _values(shape: MatrixShape, tensor: Any, own: Format, rows: Rows, cols: range) -> tuple[Any, Any, Any]:
