@@ -263,6 +263,38 @@ def test_an_engine_that_does_not_end_does_not_keep_the_process(stream: bool) -> 
     assert server.process.returncode == 1 and "the engine does not end" in said and "Traceback" not in said
 
 
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "server.sock")
+    with serving("--uds", path) as server:
+        sent = body("Hi").encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Forwarded-For: 10.1.2.3\r\n"
+        whole = f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent
+        for closes in (False, True):  # whether the client says that it sends no more
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(60)
+                client.connect(path)
+                client.sendall(whole)
+                if closes:
+                    client.shutdown(socket.SHUT_WR)
+                received = b""
+                while b"You said: Hi" not in received and (part := client.recv(65536)):
+                    received += part
+                assert b"200 OK" in received and b"You said: Hi" in received
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            client.sendall(
+                whole.replace(b"Hi", b"forever").replace(b"Length: %d" % len(sent), b"Length: %d" % (len(sent) + 5))
+            )
+            while server.line() != "begin":
+                pass
+        while server.line() != "end":  # a client that goes ends its request
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        said = server.end()
+    assert server.process.returncode == 0 and not Path(path).exists()
+    assert "10.1.2.3:0 - " in said  # the proxy's client
+
+
 def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]

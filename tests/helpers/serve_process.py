@@ -32,6 +32,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--uds")
     parser.add_argument("--drain-seconds", type=float, default=30.0)
     parser.add_argument("--header-seconds", type=float, default=20.0)
     parser.add_argument("--key", action="append", default=[])
@@ -82,6 +83,7 @@ def main() -> None:
 
     settings = listening.ServerSettings(
         port=options.port,
+        uds=options.uds,
         keys=tuple(options.key),
         drain_seconds=options.drain_seconds,
         ssl_keyfile=options.ssl[0],
@@ -94,8 +96,8 @@ def main() -> None:
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> #}")
     limits = HttpLimits(header_seconds=options.header_seconds)
     frontend = Frontend(engine, ServerTokenizer(tokenizer), ("fake",), limits=limits)
-    with listening.bind(settings.host, settings.port) as taken:
-        port = taken.getsockname()[1]
+    with listening.bound_socket(settings) as taken:
+        port = 0 if settings.uds else taken.getsockname()[1]
         server.run(engine, frontend, settings, taken, lambda: print(listening.address(settings, port), flush=True))
     print("closed" if not engine.live else "left open", flush=True)
 

@@ -117,6 +117,7 @@ def build_parser() -> Parser:
         help="auto: temperature, top-p and so on are what the model recommends, unless a request sets them "
         "(default: auto)",
     )
+    add("--chat-template", metavar="FILE", help="chat template in Jinja, instead of the model's own")
     add(
         "--tool-format",
         choices=("auto", *FORMATS),
@@ -128,6 +129,7 @@ def build_parser() -> Parser:
     add = parser.group("server")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, help="TCP port; 0 takes a free one (default: 8000)")
+    add("--uds", metavar="PATH", help="listen at this Unix socket instead of --host and --port")
     add(
         "--api-key",
         action="append",
@@ -141,6 +143,13 @@ def build_parser() -> Parser:
         default=[],
         metavar="URL",
         help="a site whose pages may send requests; *: all",
+    )
+    add(
+        "--allowed-hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers reach this server, such as that of a proxy; not needed with a key",
     )
     add("--root-path", default="", metavar="PATH", help="path under which a proxy serves it, such as /llm")
     add("--ssl-keyfile", metavar="FILE", help="key for HTTPS")
@@ -173,10 +182,12 @@ def main(argv: list[str]) -> int:
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)
-    with listening.bind(settings.host, settings.port) as taken, BackgroundTask() as importing:
+    with listening.bound_socket(settings) as taken, BackgroundTask() as importing:
         importing.start(lambda: _import_server(options))
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
+            if options.chat_template is not None:
+                tokenizer.set_template(Path(options.chat_template))
         with screen.loading(), naming_options(options):
             engine = _load_engine(options, screen, tokenizer)
         for line in engine.facts.plan:
@@ -190,7 +201,7 @@ def main(argv: list[str]) -> int:
             asyncio.run(engine.close())
             raise
         # From here on the server owns the engine, and closes it.
-        port = taken.getsockname()[1]
+        port = 0 if settings.uds is not None else taken.getsockname()[1]
         server.run(engine, frontend, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
     return 0
 
@@ -244,7 +255,8 @@ def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defau
 
 def _announce(settings: ServerSettings, screen: Screen, tokenizer: Any, port: int) -> None:
     where = listening.address(settings, port)
-    screen.line(f"serving: {where}/v1" + (f", with a page to chat at {where}/" if settings.page else ""))
+    at = f" at the Unix socket {settings.uds}" if settings.uds is not None else ""
+    screen.line(f"serving: {where}/v1{at}" + (f", with a page to chat at {where}/" if settings.page else ""))
     screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
 
 
@@ -270,6 +282,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--request-timeout {options.request_timeout:g}: must be above 0, and at most {_LONGEST_S:g}")
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port {options.port}: must be 0 to 65535")
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        raise UsageError(f"--chat-template {options.chat_template}: no such file")
     if not all(options.api_key) or not all(options.served_model_name):
         raise UsageError("--api-key and --served-model-name: must not be empty")
 
@@ -279,8 +293,10 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         host=options.host,
         port=options.port,
+        uds=options.uds,
         keys=(*options.api_key, *([given] if given else [])),
         origins=tuple(map(listening.parse_origin, options.allowed_origins)),
+        hosts=tuple(map(listening.parse_host, options.allowed_hosts)),
         root_path=options.root_path,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
 import shlex
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     root_path: str = ""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -94,6 +97,65 @@ def parse_origin(given: str) -> str:
     return f"{scheme}://{name}" if port in (None, default) else f"{scheme}://{name}:{port}"
 
 
+def parse_host(given: str) -> str:
+    """A host name as browsers write it, in lower case.
+
+    Raises:
+        UsageError: it is no name, or more than a name.
+    """
+    try:
+        host = urlsplit(f"//{given}").hostname or ""
+    except ValueError:
+        host = ""
+    if not host or host not in (given.lower(), given.lower().strip("[]")) or set("*,%") & set(host):
+        raise UsageError(
+            f"--allowed-hosts {given}: must be one name as in chat.example.com, without scheme and port; the option "
+            "may be given several times, and with --api-key every name is allowed"
+        )
+    return host
+
+
+@contextlib.contextmanager
+def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
+    """The socket of the address, bound before the model is loaded, so that an address in use is reported at once.
+
+    Raises:
+        UsageError: the address cannot be bound.
+    """
+    if settings.uds is None:
+        with bind(settings.host, settings.port) as bound:
+            yield bound
+        return
+    with bind_unix(settings.uds) as bound:
+        try:
+            yield bound
+        finally:
+            Path(settings.uds).unlink(missing_ok=True)
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Bind a Unix socket and listen, which shows another server that it is in use; clients wait for the model.
+
+    Raises:
+        UsageError: it cannot be bound.
+    """
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+                probe.setblocking(False)
+                with contextlib.suppress(BlockingIOError):  # its queue is full
+                    probe.connect(path)
+                raise OSError(errno.EADDRINUSE, "Address already in use")
+            Path(path).unlink()  # of a server that was killed
+        bound.bind(path)
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"--uds {path}: {error.strerror or error}; choose another path") from None
+    return bound
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Bind the address before the model is loaded, so that an address in use is reported at once; do not listen yet.
 
@@ -139,6 +201,8 @@ def is_reachable(host: str) -> bool:
 def address(settings: ServerSettings, port: int) -> str:
     """The server's URL for a user of this machine."""
     host = settings.host
+    if settings.uds is not None:
+        return f"http{'s' if settings.ssl_certfile else ''}://localhost{settings.root_path}"
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
     scheme = "https" if settings.ssl_certfile else "http"
@@ -147,7 +211,8 @@ def address(settings: ServerSettings, port: int) -> str:
 
 def curl(settings: ServerSettings, port: int, chats: bool) -> str:
     """A curl command that sends a request to the server, for the user to copy."""
-    words = ["curl", f"{address(settings, port)}/v1/{'chat/' if chats else ''}completions"]
+    words = ["curl", *(["--unix-socket", settings.uds] if settings.uds else [])]
+    words += [f"{address(settings, port)}/v1/{'chat/' if chats else ''}completions"]
     if settings.ssl_certfile:
         words += ["--cacert", settings.ssl_certfile]
     words += ["-H", "Content-Type: application/json"]
@@ -163,7 +228,7 @@ def curl(settings: ServerSettings, port: int, chats: bool) -> str:
 
 def warnings_of(settings: ServerSettings) -> Sequence[str]:
     """Warnings about who can reach the server."""
-    if not is_reachable(settings.host) or settings.keys:
+    if settings.uds is not None or not is_reachable(settings.host) or settings.keys:
         return []
     where = settings.host or "0.0.0.0"
     return [

@@ -110,7 +110,9 @@ async def _take_last_requests(state: ServerState) -> None:
 async def _serve(
     frontend: Frontend, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
 ) -> None:
-    app = application(frontend, keys=settings.keys, origins=settings.origins, page=settings.page)
+    app = application(frontend, keys=settings.keys, origins=settings.origins, hosts=settings.hosts, page=settings.page)
+    # Whoever may write to a Unix socket is on this machine, like the proxies that uvicorn trusts by default.
+    trusted = "*" if settings.uds and "FORWARDED_ALLOW_IPS" not in os.environ else None
     config = uvicorn.Config(
         app,
         http=bounded(frontend.limits, most_connections()),
@@ -120,6 +122,7 @@ async def _serve(
         access_log=False,  # the one of access.py knows how long an answer took
         server_header=False,
         root_path=settings.root_path,
+        forwarded_allow_ips=trusted,
         timeout_keep_alive=int(frontend.limits.idle_seconds),
         timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
         ssl_keyfile=settings.ssl_keyfile,
@@ -164,7 +167,7 @@ def run(
     """Serve until SIGTERM or Ctrl-C, and close the engine.
 
     Args:
-        bound: the socket of `listening.bind`.
+        bound: the socket of `listening.bound_socket`.
         announce: called once the server answers.
     """
 

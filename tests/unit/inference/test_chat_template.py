@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.generic.loading import model_folder
 from anyaccel.inference.text import chat_template
 from anyaccel.inference.text.chat_template import ChatTemplate
-from anyaccel.inference.text.tokenizer import TextTokenizer, TransformersTokenizer, end_tokens, load_text_tokenizer
+from anyaccel.inference.text.tokenizer import (
+    TextTokenizer,
+    TransformersTokenizer,
+    end_tokens,
+    load_text_tokenizer,
+    load_tokenizer,
+)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -145,6 +152,19 @@ def test_template_of_a_file_of_its_own_comes_first(folder: Path) -> None:
     assert not TextTokenizer(folder).has_chat_template
     with pytest.raises(ModelError, match="no chat template"):
         TextTokenizer(folder).chat(TALK)
+
+
+@pytest.mark.parametrize("kind", [TextTokenizer, TransformersTokenizer])
+def test_a_template_may_be_replaced(kind: Any, folder: Path, tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(folder) if kind is TextTokenizer else TransformersTokenizer(load_tokenizer(folder))
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ bos_token }}{{ messages[-1].content }}!{{ 'with tools' if tools }}")
+    tokenizer.set_template(file)
+    assert tokenizer.has_chat_template and tokenizer.template(tools=True) == tokenizer.template() == file.read_text()
+    assert tokenizer.render(TALK, [{"type": "function"}]) == f"<s>{TALK[-1]['content']}!with tools"
+    file.write_text("{% if %}")
+    with pytest.raises(ModelError, match=re.escape(f"{file}: its chat template cannot be read")):
+        tokenizer.set_template(file)
 
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])

@@ -39,6 +39,12 @@ from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
         (["--api-key", "from-a-file\n"], "printable ASCII"),
         (["--allowed-origins", "example.com"], "--allowed-origins example.com"),
         (["--allowed-origins", "http://a.org,http://b.org"], "one site as in https://chat.example.com"),
+        (["--allowed-hosts", "https://a.org"], "one name as in chat.example.com"),
+        (["--allowed-hosts", "a.org:80"], "one name as in chat.example.com"),
+        (["--allowed-hosts", "*"], "--allowed-hosts *"),
+        (["--uds", "/nonexistent/x.sock"], "--uds /nonexistent/x.sock: No such file or directory"),
+        (["--uds", __file__], "Address already in use"),
+        (["--chat-template", "/nonexistent"], "--chat-template /nonexistent: no such file"),
         (["--ssl-keyfile", "x"], "both are needed"),
         (["--ssl-keyfile", "/nonexistent", "--ssl-certfile", "/nonexistent"], "no such file"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "not a certificate"),
@@ -73,6 +79,29 @@ def test_an_origin_is_what_browsers_send(given: str, origin: str | None) -> None
         return
     with pytest.raises(UsageError, match="--allowed-origins"):
         listening.parse_origin(given)
+
+
+def test_a_host_is_a_name_in_lower_case() -> None:
+    assert [listening.parse_host(each) for each in ("LLM.Example.com", "192.168.0.7", "[::1]")] == [
+        "llm.example.com",
+        "192.168.0.7",
+        "::1",
+    ]
+
+
+def test_a_unix_socket_is_taken_by_one_server_and_left_by_none(tmp_path: Path) -> None:
+    settings = ServerSettings(uds=str(tmp_path / "a.sock"))
+    with listening.bound_socket(settings):
+        with pytest.raises(UsageError, match="Address already in use"), listening.bound_socket(settings):
+            pass
+        assert (tmp_path / "a.sock").is_socket()
+    assert not (tmp_path / "a.sock").exists()
+    killed = listening.bind_unix(str(tmp_path / "a.sock"))
+    killed.close()  # without removing the file
+    with listening.bound_socket(settings):
+        words = shlex.split(listening.curl(settings, 0, chats=True))
+        assert words[:4] == ["curl", "--unix-socket", settings.uds, "http://localhost/v1/chat/completions"]
+    assert not listening.warnings_of(ServerSettings(host="0.0.0.0", uds="x"))
 
 
 def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:

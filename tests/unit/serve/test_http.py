@@ -314,12 +314,18 @@ async def test_the_log_says_how_long_an_answer_took_and_its_tokens(
         ("null", "127.0.0.1:8000", False),
         ("http://[", "127.0.0.1:8000", False),
         ("https://chat.example", "127.0.0.1:8000", True),  # allowed
+        ("http://llm.example", "127.0.0.1:8000", True),  # the server's own name, behind nginx without settings
+        ("https://LLM.example:8443", "llm.example:8443", True),
+        ("https://not-llm.example", "not-llm.example", False),
     ],
 )
 def test_pages_of_other_sites_may_not_ask(origin: str | None, host: str, allowed: bool) -> None:
     headers = {"host": host, **({"origin": origin} if origin else {})}
-    answer = got("/v1/models", headers=headers, options={"origins": ["https://chat.example"]})
+    options = {"origins": ["https://chat.example"], "hosts": ["llm.example"]}
+    answer = got("/v1/models", headers=headers, options=options)
     assert answer.status == (200 if allowed else 403)
+    if not allowed:
+        assert "--allowed-hosts" in answer.json["error"]["message"]
 
 
 def test_cors_is_off_unless_asked_for() -> None:

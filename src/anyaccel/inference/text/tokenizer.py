@@ -167,6 +167,15 @@ class TextTokenizer:
         """The source of the chat template for conversations with or without tools, "" without one."""
         return self._sources.get(_template_name(self._sources, tools), "")
 
+    def set_template(self, file: Path) -> None:
+        """Take the chat template of a file instead of the model's own.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        self._sources, self._template_where = {_DEFAULT: read_text(file)}, str(file)
+        self._templates = {_DEFAULT: ChatTemplate(self._sources[_DEFAULT], self.special, str(file))}
+
 
 def _template_name(sources: Mapping[str, str], tools: bool) -> str:
     """Which template transformers takes where a model has several."""
@@ -256,6 +265,11 @@ class TransformersTokenizer:
 
     def template(self, tools: bool = False) -> str:
         return self._sources().get(_template_name(self._sources(), tools), "")
+
+    def set_template(self, file: Path) -> None:
+        source = read_text(file)
+        ChatTemplate(source, self.special, str(file))  # refuses what is no template
+        self._tokenizer.chat_template = source
 
 
 def load_tokenizer(folder: Path) -> Any:

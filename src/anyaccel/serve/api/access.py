@@ -63,6 +63,7 @@ class AccessMiddleware:
 
     Args:
         origins: sites whose pages may send requests; "*": all.
+        hosts: names of this server, whose pages may send requests too.
         endpoints: those of the server; requests for anything else are counted together, as "other".
     """
 
@@ -71,12 +72,14 @@ class AccessMiddleware:
         app: ASGIApp,
         keys: ApiKeys,
         origins: Sequence[str],
+        hosts: Sequence[str],
         frontend: Frontend,
         endpoints: Sequence[Endpoint],
     ) -> None:
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
+        self._hosts = frozenset(hosts)
         self._metrics = frontend.metrics
         self._limits = frontend.limits
         self._paths = frozenset(each.path for each in endpoints)
@@ -147,18 +150,21 @@ class AccessMiddleware:
 
         An attacker can make a name of theirs resolve to this machine (DNS rebinding); to a browser their page is then
         of the same site. So only addresses and localhost count as the same site; other names have to be allowed.
+        Those count whatever the Host header is: nginx replaces it by its own address of the server.
         """
         if not origin or origin in self._origins or "*" in self._origins:
             return
         try:
             site = urlsplit(origin)
-            same = site.netloc == host and _is_address(site.hostname or "")
+            name = site.hostname or ""
         except ValueError:  # not a URL; no browser sends that
-            same = False
+            name = ""
+        same = name in self._hosts or (name and site.netloc == host and _is_address(name))
         if not same:
             raise ApiError(
                 403,
-                f"pages of {origin[:200]} may not ask this server; start it with --allowed-origins, or with a key",
+                f"the page at {origin[:200]} may not use this server: start it with --allowed-hosts {name[:200]} if "
+                "that is one of its own names, with --allowed-origins for another site, or with an API key",
                 None,
                 "origin_not_allowed",
             )

@@ -29,13 +29,19 @@ PAGE = Path(__file__).parents[1] / "page"
 
 
 def application(
-    frontend: Frontend, *, keys: Sequence[str] = (), origins: Sequence[str] = (), page: bool = True
+    frontend: Frontend,
+    *,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    page: bool = True,
 ) -> Starlette:
     """The server as an ASGI application.
 
     Args:
         keys: one of which a request needs; none: it needs none.
         origins: sites whose pages may send requests; "*": all.
+        hosts: names of this server, whose pages may send requests without a key.
         page: whether there is the chat page at /.
     """
     endpoints = [endpoint for api in APIS for endpoint in api.endpoints(frontend)]
@@ -55,7 +61,7 @@ def application(
     ]
     routes: list[BaseRoute] = [Route(each.path, _with_errors(each.handler), methods=[each.method]) for each in served]
     routes.append(Mount("/page", StaticFiles(directory=PAGE)))
-    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, frontend, served)]
+    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, frontend, served)]
     if origins:
         cors = Middleware(
             CORSMiddleware,

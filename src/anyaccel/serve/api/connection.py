@@ -8,7 +8,7 @@ client closes its sending side.
 from __future__ import annotations
 
 import asyncio
-import socket
+import select
 from http import HTTPStatus
 from typing import Any
 
@@ -23,7 +23,6 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EMPTY_EVENT = b"1\r\n\n\r\n"  # a line break, in chunked encoding
 _POLL_S = 0.25  # between two checks whether a client that has closed its sending side still listens
 _LINGER_S = 2.0  # a refused client may send on for this long; closing at once could lose it the response
-_TCP_CLOSE = 7  # linux/tcp.h: the state of a connection that the other side has reset
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -208,8 +207,9 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _poll(self) -> None:
-        state = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        if state[0] == _TCP_CLOSE:
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # hung up: both sides are closed
             self._abort()
         else:
             self._polling = self.loop.call_later(_POLL_S, self._poll)

@@ -42,7 +42,9 @@ class Api:
             defaults=defaults,
         )
         keys = [key.get_secret_value() for key in options.api_key]
-        self._app = application(frontend, keys=keys, origins=options.allowed_origins, page=options.page)
+        self._app = application(
+            frontend, keys=keys, origins=options.allowed_origins, hosts=options.allowed_hosts, page=options.page
+        )
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Ray's question for the application, once this is made."""

