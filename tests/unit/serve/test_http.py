@@ -279,6 +279,7 @@ async def test_the_log_says_how_long_an_answer_took_and_its_tokens(
     with caplog.at_level(logging.INFO, "anyaccel.serve.access"):
         for path, value in ((CHAT, HI), ("/v1/completions", {"prompt": "Hi"}), ("/v1/responses", {"input": "Hi"})):
             await client.post(path, {**value, "stream": stream})
+        await client.post("/v1/embeddings", {"input": ["Hi", "you"]})
         await client.post(CHAT, {})
         await client.get("/no/such\n%0a")
         gone = asyncio.Event()
@@ -293,6 +294,7 @@ async def test_the_log_says_how_long_an_answer_took_and_its_tokens(
         (200, len("<user>Hi\n<assistant>"), 4),
         (200, len("Hi"), 4),
         (200, len("<user>Hi\n<assistant>"), 4),
+        (200, len("Hi") + len("you"), 0),
         (400, None, None),
         (404, None, None),
         (499, len("<user>Hi\n<assistant>"), 0),

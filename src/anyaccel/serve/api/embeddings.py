@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.generation import TokenUsage
 from anyaccel.serve.api.sending import json_answer, read, unless_gone
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import Shape, TokenIds
@@ -44,6 +45,7 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
     async def embeddings(request: Request) -> Response:
         body = await read(request, EmbeddingRequest, frontend.limits)
         prompts = await _prompts(frontend, body)
+        request.scope["anyaccel.usage"] = TokenUsage([len(prompt) for prompt in prompts])  # for the log
         embed = frontend.engine.embed(prompts, body.pooling or frontend.pooling, request.scope["anyaccel.key"])
         vectors = await unless_gone(request.receive, embed)
         encode = _base64 if body.encoding_format == "base64" else list

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that requests of several APIs share: how to generate, and conversations.
 
-pydantic checks them, and the OpenAPI document is made of them. A field that is not here is ignored, as OpenAI does; one
-that is wrong is an error that names it. Defaults are OpenAI's; vLLM's extensions have vLLM's names.
+pydantic checks them, and the OpenAPI document is made of them. A field that is not here is ignored, since clients send
+those of many servers; one that is wrong is an error that names it. Defaults are OpenAI's; vLLM's extensions have
+vLLM's names.
 """
 
 from __future__ import annotations
