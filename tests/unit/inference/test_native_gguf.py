@@ -446,7 +446,7 @@ def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert screen.lines == [f"weights: q5_1 as int5 in groups of 32 with a minimum; {size:.0f} MiB"]
     screen.lines = []
     describe_weights(load_native(tmp_path / "model.gguf"), screen)
-    assert screen.lines == []  # bf16 was asked for, and is what runs
+    assert screen.lines == ["weights: q5_1 as bf16; --dtype auto leaves them as they are, smaller and faster"]
 
 
 def test_a_small_vocabulary_is_enough_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
