@@ -87,7 +87,7 @@ def test_each_copy_of_a_model_that_is_served_is_on_its_own_node(machine: Machine
     server = machine.start([COMMAND, "serve", "--replicas", "auto", "--port", port, "-q"], seconds=500)
     ready = f"until curl -sf http://127.0.0.1:{port}/ready; do sleep 1; done"
     machine.check(["sh", "-c", ready], seconds=300)
-    body = '{"prompt": "Item \'$i\': ' + "word " * 200 + '", "max_tokens": 4}'
+    body = '{"prompt": "Item \'$i\': ' + "word " * 4 + '", "max_tokens": 2}'
     ask = f"curl -sf -H 'Content-Type: application/json' -d '{body}' http://127.0.0.1:{port}/v1/completions"
     machine.check(["sh", "-c", f"for i in 1 2 3 4 5 6 7 8; do {ask} > /run/answer$i & done; wait"], seconds=300)
     answers = machine.check(["sh", "-c", "cat /run/answer*"]).out
