@@ -109,14 +109,14 @@ test: ready ## lint, the native tests, in short those of arm64 with qemu, and th
 	$(PYTEST) -m "not slow"
 
 test-machines: $(STAMP)-dev $(STAMP)-build machines-tools ## machines of many shapes, booted with qemu: bindings, memory and limits there
-	$(BIN)/python -m pytest tests/machines -n 0
+	ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 0
 
 machines-tools:
 	@tools/install_test_tools.sh machines
 
 test-all: ready bench-peers sanitize test-arm64 test-cross arm64-package machines-tools ## lint, the native tests with and without sanitizers and for other machines, and every test
 	$(PYTEST) --ignore tests/machines
-	$(BIN)/python -m pytest tests/machines -n 0
+	ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 0
 
 check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)
 	@$(BIN)/python tools/check.py $(addprefix --base ,$(BASE))

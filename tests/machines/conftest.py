@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from machine import Machine, Missing
 from shapes import SHAPES
 
 _BY_NAME = {shape.name: shape for shape in SHAPES}
+_outcomes: dict[tuple[str, str, str], Counter[str]] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +28,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
+            params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            item.user_properties.append(("machine", params.get("machine", "three hosts")))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    properties = dict(report.user_properties)
+    if "machine" in properties and (report.when == "call" or report.outcome != "passed"):
+        file, _, name = report.nodeid.partition("::")
+        case = Path(file).stem, name.partition("[")[0], str(properties["machine"])
+        _outcomes.setdefault(case, Counter())[report.outcome] += 1
+
+
+def pytest_sessionfinish() -> None:
+    """Put what was run beside what the file of results has; tools/pages.py makes a table of docs/support.md of it."""
+    if not (_outcomes and "ANYACCEL_MACHINE_RESULTS" in os.environ):
+        return
+    path = Path(os.environ["ANYACCEL_MACHINE_RESULTS"])
+    there = {
+        file.stem: re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+        for file in sorted(Path(__file__).parent.glob("test_*.py"))
+    }
+    old = json.loads(path.read_text()) if path.exists() else {}
+    new: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+    for file, names in there.items():
+        for name in names:
+            known = old.get(file, {}).get(name, {})
+            run = {machine: dict(found) for (*of, machine), found in _outcomes.items() if of == [file, name]}
+            new.setdefault(file, {})[name] = {**known, **run}
+    path.write_text(json.dumps(new, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", params=_BY_NAME)

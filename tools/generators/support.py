@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/support.md: what works on which device, and which kernels each instruction set has.
+"""Writes the tables of docs/support.md: what works on which device, on which machines, and which kernels there are.
 
-The former is from docs/data/support.json. So is, in the latter, how each instruction set is tested; which kernels there
-are is from the rows of csrc/simd/isa.h and the lines `// ISA:` of the kernels' files, which CMake compiles.
+The first is from docs/data/support.json, the second from what `make test-machines` wrote. How each instruction set is
+tested is from the former too; which kernels there are is from the rows of csrc/simd/isa.h and the lines `// ISA:` of
+the kernels' files, which CMake compiles.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "support.md"
+RESULTS = ROOT / "tests" / "machines" / "results.json"
 # Machines that have no row of their own in isa.h, where what is portable runs; models of big-endian ones are refused.
 OTHER_MACHINES = ("riscv64", "ppc64le", "s390x")
 
@@ -94,6 +96,26 @@ def instruction_sets() -> Iterator[str]:
         yield f"| {word} | {meaning} |"
 
 
+def machines() -> Iterator[str]:
+    """What the last run of `make test-machines` found, as it wrote it: a row for each case, a column for each shape."""
+    results: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(RESULTS.read_text())
+    shapes = list(dict.fromkeys(shape for cases in results.values() for run in cases.values() for shape in run))
+    yield f"| case | {' | '.join(shapes)} |"
+    yield "| --- |" + " --- |" * len(shapes)
+    for cases in results.values():
+        for name, run in cases.items():
+            if run:
+                case = name.removeprefix("test_").replace("_", " ")
+                yield f"| {case} | {' | '.join(outcome(run.get(shape, {})) for shape in shapes)} |"
+
+
+def outcome(counts: dict[str, int]) -> str:
+    """How a case ended on a machine: the number of variants that passed, and of others if there are any."""
+    others = [f"{count} {word}" for word, count in counts.items() if word != "passed"]
+    return ", ".join([*([str(counts["passed"])] if "passed" in counts else []), *others])
+
+
 def files() -> dict[Path, str]:
     text = fill(PAGE.read_text(), "devices", ["", *devices(), ""])
+    text = fill(text, "machines", ["", *machines(), ""])
     return {PAGE: fill(text, "instruction sets", ["", *instruction_sets(), ""])}
