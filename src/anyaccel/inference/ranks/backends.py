@@ -276,8 +276,8 @@ def describe_weights(native: NativeModel, screen: Reporter) -> None:
     """Show the types of the weights in the file and in memory, as far as they are not what was asked for."""
     floats = ("f32", "f16", "bf16", "f64")
     if native.dtype in ("bf16", "fp16", "fp32") and (expanded := sorted(set(native.forms).difference(floats))):
-        kinds = " and ".join(expanded)
-        screen.line(f"weights: {kinds} as {native.dtype}; --dtype auto leaves them as they are, smaller and faster")
+        stored = " and ".join(expanded)
+        screen.line(f"weights: {stored} as {native.dtype}; --dtype auto leaves them as they are, smaller and faster")
     if native.dtype is None:
         forms = sorted(native.forms.items())
         kinds = [kind if own == [kind] else f"{kind} as {' or '.join(own)}" for kind, own in forms]
