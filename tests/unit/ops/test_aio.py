@@ -195,7 +195,8 @@ def test_pieces_of_a_file_are_written_and_read(engine: str, cuts: list[int], gap
         file = Path(folder) / "file"
         pieces = [aio.requests.MemoryRange.of(part, offset) for part, offset in zip(parts, offsets, strict=True)]
         handle.transfer(file, pieces, write=True)
-        assert file.read_bytes() == bytes(begin) + total.numpy().tobytes()
+        # Nothing to write makes no bytes before it either.
+        assert file.read_bytes() == (bytes(begin) + total.numpy().tobytes() if total.numel() else b"")
         back = [torch.zeros_like(part) for part in parts]
         pieces = [aio.requests.MemoryRange.of(part, offset) for part, offset in zip(back, offsets, strict=True)]
         handle.transfer(file, pieces[:: 2 if gaps else 1], write=False)
