@@ -403,14 +403,14 @@ def test_many_files_in_workers_of_which_one_dies(tmp_path: Path) -> None:
         import os, signal
         from anyaccel.port import run
         from anyaccel.port.config import PortConfig
-        look, parent = run.look, os.getpid()
+        check, parent = run.check_file, os.getpid()
         def dies(path, config, own_cuda):
             assert os.getpid() != parent
             if path.endswith("07.py"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return look(path, config, own_cuda)
-        run.look = dies
-        for outcome in run.look_at_all([(path, PortConfig()) for path in {[str(path) for path in files]}], workers=2):
+            return check(path, config, own_cuda)
+        run.check_file = dies
+        for outcome in run.check_files([(path, PortConfig()) for path in {[str(path) for path in files]}], workers=2):
             print(outcome.path, outcome.error or f"{{outcome.parsed}} {{outcome.after is not None}}")
     """
     done = subprocess.run([sys.executable, "-c", code], timeout=110, capture_output=True, text=True)
