@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -10,7 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 4  # tasks that wait for each worker
 _FEW = 6  # files for which starting workers takes longer than the work
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TURN_S = 0.1  # after which a signal that waits is heard
 
 
 @dataclass(frozen=True)
@@ -163,12 +166,12 @@ def _in_workers(
     try:
         while True:
             try:
-                for index in itertools.islice(waiting, workers * _AHEAD - len(running)):
-                    running[executor.submit(check_file, *files[index], own_cuda)] = index
+                with _signals_later():
+                    for index in itertools.islice(waiting, workers * _AHEAD - len(running)):
+                        running[executor.submit(check_file, *files[index], own_cuda)] = index
                 if not running:
                     break
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
+                for future in _wait_for(running):
                     index = running.pop(future)
                     if isinstance(future.exception(), BrokenProcessPool):
                         lost.append(index)
@@ -179,7 +182,7 @@ def _in_workers(
             except BrokenProcessPool:
                 lost += running.values()
                 running.clear()
-                executor.shutdown(wait=True, cancel_futures=True)
+                _end(executor)
                 executor = _executor(workers)
                 for index in sorted(set(lost)):
                     yield index, _alone(*files[index], own_cuda)
@@ -192,11 +195,34 @@ def _alone(path: str, config: PortConfig, own_cuda: bool) -> FileResult:
     """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
     executor = _executor(1)
     try:
-        return executor.submit(check_file, path, config, own_cuda).result()
+        with _signals_later():
+            future = executor.submit(check_file, path, config, own_cuda)
+        _wait_for([future])
+        return future.result()
     except BrokenProcessPool:
         return FileResult(path, error="the process that looked at it died")
     finally:
         _end(executor)
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals wait until the block ends: a handler that raises within a lock of the executor's would leave it taken,
+    and its thread, which exits are waited for, would never get it. Threads that start within have them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for(futures: Iterable[Future[FileResult]]) -> set[Future[FileResult]]:
+    """Those that have ended, one at least."""
+    while True:
+        with _signals_later():
+            finished, _ = wait(futures, timeout=_TURN_S, return_when=FIRST_COMPLETED)
+        if finished:
+            return finished
 
 
 def _has_threads() -> bool:
@@ -214,14 +240,16 @@ def _start_worker() -> None:
     """Workers leave Ctrl-C to their parent, and end when it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     gc.set_threshold(300_000, 20, 50)  # a tree of a file is a million objects that live as long as it does
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _end(executor: ProcessPoolExecutor) -> None:
     """End the workers now, whatever they do."""
-    processes = list((executor._processes or {}).values())
-    executor.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()
-    executor.shutdown(wait=True)
+    with _signals_later():
+        processes = list((executor._processes or {}).values())
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+        executor.shutdown(wait=True)
