@@ -34,6 +34,15 @@ _MLA = {
     "num_key_value_heads": 6,
     "num_hidden_layers": 3,
 }
+_MLA_ONLY = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 6,
+}
+_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _LAYERS4 = {"num_hidden_layers": 4}
 
 
@@ -423,6 +432,203 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
         },
     ),
+}
+
+
+CASES |= {
+    "cwm": ("CwmConfig", common(**_LAYERS4, sliding_window=5, head_dim=12, **_LLAMA3)),
+    "internlm3": ("InternLM3Config", common(head_dim=12, attention_bias=True, mlp_bias=True)),
+    "iquestcoder": ("IQuestCoderConfig", common(head_dim=12, attention_bias=True)),
+    "jais2": ("Jais2Config", common()),
+    "jais2-plain": ("Jais2Config", common(attention_bias=False, mlp_bias=False, head_dim=12)),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        common(
+            **_LAYERS4,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+            use_bias=True,
+            head_dim=12,
+        ),
+    ),
+    "ernie4_5_moe-plain": (
+        "Ernie4_5_MoeConfig",
+        common(num_experts=5, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=0, moe_layer_interval=2),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        common(head_dim=8, num_experts=5, moe_topk=[2, 3], **_rope("dynamic", alpha=50.0, factor=1.0)),
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        common(head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, num_shared_experts=2),
+    ),
+    "hy_v3-sparse": (
+        "HYV3Config",
+        common(
+            head_dim=12,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            mlp_layer_types=["sparse", "dense"],
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        common(**_MLA_ONLY, num_hidden_layers=3, n_group=2, topk_group=1, **_EXPERTS),
+    ),
+    "glm4_moe_lite-plain": (
+        "Glm4MoeLiteConfig",
+        common(
+            **_MLA_ONLY | {"q_lora_rank": None},
+            **_EXPERTS,
+            mlp_layer_types=["sparse", "dense"],
+            attention_bias=True,
+            rope_interleave=False,
+            norm_topk_prob=False,
+        ),
+    ),
+    "solar_open": ("SolarOpenConfig", common("intermediate_size", head_dim=8, n_group=2, topk_group=1, **_EXPERTS)),
+    "solar_open-plain": (
+        "SolarOpenConfig",
+        common(
+            "intermediate_size",
+            head_dim=12,
+            attention_bias=True,
+            norm_topk_prob=False,
+            **_EXPERTS,
+        ),
+    ),
+    "dots1": (
+        "Dots1Config",
+        common(
+            **_LAYERS4,
+            **_EXPERTS,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            sliding_window=5,
+            max_window_layers=2,
+            norm_topk_prob=True,
+            head_dim=12,
+        ),
+    ),
+    "dots1-plain": (
+        "Dots1Config",
+        common(
+            **_EXPERTS,
+            n_shared_experts=1,
+            sliding_window=None,
+            attention_bias=True,
+            routed_scaling_factor=1.7,
+            n_group=2,
+        ),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        common(
+            head_dim=12,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        common(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            residual_multiplier=0.5,
+            attention_multiplier=0.3,
+            embedding_multiplier=3.0,
+        ),
+    ),
+    "granitemoeshared-none": ("GraniteMoeSharedConfig", common(num_local_experts=4, attention_bias=True)),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        common(**_LAYERS4, sliding_window=5, layer_rope_theta=[1e4, 5e5, 0, 1e4], logits_scaling=3.0, mlp_bias=True),
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        common(sliding_window=5, layer_types=_WINDOWS, num_local_experts=4, shared_intermediate_size=40),
+    ),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        common(logits_scaling=0.4, residual_multiplier=0.6, embedding_multiplier=3.0, head_dim=12),
+    ),
+    "hyperclovax-plain": (
+        "HyperCLOVAXConfig",
+        common(use_post_norm=False, attention_multiplier=0.3, attention_bias=True, mlp_bias=True),
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        common(
+            **_LAYERS4,
+            sliding_window=5,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            num_shared_experts=2,
+            n_group=2,
+            head_dim=12,
+        ),
+    ),
+    "exaone_moe-plain": (
+        "ExaoneMoeConfig",
+        common(
+            sliding_window=5,
+            layer_types=["full_attention"] * 2,
+            mlp_layer_types=["sparse", "dense"],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+        ),
+    ),
+    "flex_olmo": ("FlexOlmoConfig", common(num_experts=5, num_experts_per_tok=2)),
+    "flex_olmo-normed": (
+        "FlexOlmoConfig",
+        common(num_experts=5, num_experts_per_tok=3, norm_topk_prob=True, attention_bias=True),
+    ),
+    "codegen": ("CodeGenConfig", _GPT | {"rotary_dim": 8}),
+    "codegen-heads": ("CodeGenConfig", _GPT | {"rotary_dim": 4, "n_head": 8, "n_inner": 56}),
+    "biogpt": ("BioGptConfig", common("num_key_value_heads")),
+    "biogpt-plain": (
+        "BioGptConfig",
+        common("num_key_value_heads", scale_embedding=False, hidden_act="relu", tie_word_embeddings=False),
+    ),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapaneseConfig",
+        common("num_key_value_heads", "intermediate_size", intermediate_multiple_size=2, rotary_pct=0.5),
+    ),
+    "persimmon": ("PersimmonConfig", common("num_key_value_heads")),
+    "persimmon-plain": (
+        "PersimmonConfig",
+        common("num_key_value_heads", qk_layernorm=False, hidden_act="gelu", tie_word_embeddings=True),
+    ),
+    "minicpm3": ("MiniCPM3Config", common(**_MLA_ONLY, dim_model_base=24, scale_emb=3, scale_depth=0.9)),
+    "minicpm3-plain": (
+        "MiniCPM3Config",
+        common(
+            **_MLA_ONLY | {"q_lora_rank": None, "v_head_dim": None},
+            scale_depth=None,
+            dim_model_base=None,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "vaultgemma": ("VaultGemmaConfig", common(head_dim=12, sliding_window=4, query_pre_attn_scalar=9)),
+    "vaultgemma-no-softcaps": (
+        "VaultGemmaConfig",
+        common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
+    ),
+    "nanochat": ("NanoChatConfig", common(final_logit_softcapping=2.0)),
+    "nanochat-yarn": ("NanoChatConfig", common(final_logit_softcapping=None, attention_bias=True, **_YARN)),
 }
 
 

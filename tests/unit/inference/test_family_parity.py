@@ -326,9 +326,10 @@ def _config_class(model_type: str) -> Any:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_a_config_lacks_is_what_transformers_takes(model_type: str) -> None:
-    least: dict[str, Any] = {}
-    if model_type == "deepseek_v2":
-        least = {"num_experts_per_tok": 6}  # without a default
+    least: dict[str, Any] = {
+        "deepseek_v2": {"num_experts_per_tok": 6},
+        "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+    }.get(model_type, {})  # what has no default
     config = _config_class(model_type)(**least).to_dict()
     minimal = {"model_type": model_type, **least} | ({"text_config": {}} if model_type == "gemma3" else {})
     assert FAMILIES[model_type].spec(minimal) == FAMILIES[model_type].spec(config)
@@ -468,6 +469,10 @@ def test_an_older_config_of_another_family_means_the_same(model_type: str, old: 
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
         ({"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "noaux_tc"}, "topk_method"),
         ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min"),
+        ({"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "solar_open", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "nanochat", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
     ],
 )
 def test_a_feature_that_the_runtime_lacks_is_named(change: dict[str, Any], feature: str) -> None:

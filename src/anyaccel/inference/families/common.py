@@ -11,7 +11,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Moe, Norm, Rope
 from anyaccel.inference.spec.mapping import At, Base, Names, Part
-from anyaccel.validation import MAX_INT
+from anyaccel.validation import MAX_INT, check_text
 
 
 def rms(config: Config, name: str = "rms_norm_eps") -> Norm:
@@ -129,6 +129,20 @@ def mixture(config: Config, experts: str, expert: Mlp, **more: Any) -> Moe:
     if chosen > count:
         raise ModelError(f"config: num_experts_per_tok={chosen} of {count} experts")
     return Moe(count, chosen, expert, **more)
+
+
+def each_mlp(config: Config, moe: Moe, dense: Mlp, first: int) -> list[Mlp | Moe]:
+    """The MLP of each layer: as `mlp_layer_types` lists them, or the `first` ones are dense."""
+    given = config.items("mlp_layer_types") or [
+        "dense" if index < first else "sparse" for index in range(config.layers)
+    ]
+    if len(given) < config.layers:
+        raise ModelError(f"config: {len(given)} mlp_layer_types for {config.layers} layers")
+    known: dict[str, Mlp | Moe] = {"dense": dense, "sparse": moe}
+    return [
+        known[check_text(kind, f"config: mlp_layer_types[{index}]", tuple(known))]
+        for index, kind in enumerate(given[: config.layers])
+    ]
 
 
 TRANSFORMER = (Base("transformer."), Base(""))

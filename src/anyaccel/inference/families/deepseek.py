@@ -25,8 +25,12 @@ from anyaccel.inference.spec.mapping import At, Part, Unsupported
 from anyaccel.validation import Fields, short_repr
 
 
-def _latent_attention(config: Config) -> Attention:
-    """Multi-head latent attention (DeepSeek-V2, 2024)."""
+def latent_attention(config: Config, value_dim: int | None = None) -> Attention:
+    """Multi-head latent attention (DeepSeek-V2, 2024).
+
+    Args:
+        value_dim: values of a head; None: `v_head_dim`.
+    """
     nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     latent_norm = Norm("rms", 1e-6)  # not the config's
     q_rank = config.size("q_lora_rank") if config.has("q_lora_rank") else 0
@@ -40,7 +44,7 @@ def _latent_attention(config: Config) -> Attention:
         heads=config.heads,
         kv_heads=config.heads,
         head_dim=nope + rotated,
-        value_dim=config.size("v_head_dim"),
+        value_dim=value_dim or config.size("v_head_dim"),
         scale=scale,
         rope=0,
         qkv_bias=bias,
@@ -56,8 +60,9 @@ def after_dense(config: Config, heads: Attention, dense: Mlp, moe: Moe) -> list[
     return [pre_norm(norm, heads, dense if index < first else moe) for index in range(config.layers)]
 
 
-def _shared(config: Config, expert: Mlp) -> Mlp:
-    features = expert.features * config.integer("n_shared_experts", maximum=MOST_EXPERTS)
+def shared_expert(config: Config, expert: Mlp, count: str = "n_shared_experts") -> Mlp:
+    """Several shared experts are one that is as large as all."""
+    features = expert.features * config.integer(count, maximum=MOST_EXPERTS)
     return Mlp(features, expert.activation, gated=True, bias=expert.bias, out_bias=expert.bias)
 
 
@@ -75,13 +80,13 @@ def deepseek_v2(config: Config) -> DecoderSpec:
         scale=config.number("routed_scaling_factor"),
         groups=config.integer("n_group") if grouped else 1,
         top_groups=config.integer("topk_group") if grouped else 1,
-        shared=_shared(config, gated(config, bias, "moe_intermediate_size")),
+        shared=shared_expert(config, gated(config, bias, "moe_intermediate_size")),
     )
-    layers = after_dense(config, _latent_attention(config), gated(config, bias), moe)
-    return decoder(config, layers, rms(config), (_latent_rope(config, interleaved=True),))
+    layers = after_dense(config, latent_attention(config), gated(config, bias), moe)
+    return decoder(config, layers, rms(config), (latent_rope(config, interleaved=True),))
 
 
-def _latent_rope(config: Config, interleaved: bool) -> Rope:
+def latent_rope(config: Config, interleaved: bool) -> Rope:
     return rope(
         config,
         config.integer("qk_rope_head_dim"),
@@ -90,12 +95,16 @@ def _latent_rope(config: Config, interleaved: bool) -> Rope:
     )
 
 
-def choice_by_bias(config: Config) -> Moe:
-    """DeepSeek-V3's router: sigmoid scores, and a bias that balances the load takes part in the choice only."""
+def choice_by_bias(config: Config, experts: str = "n_routed_experts", shared: str = "n_shared_experts") -> Moe:
+    """DeepSeek-V3's router: sigmoid scores, and a bias that balances the load takes part in the choice only.
+
+    Args:
+        experts, shared: names of how many there are.
+    """
     expert = gated(config, features="moe_intermediate_size")
     return mixture(
         config,
-        "n_routed_experts",
+        experts,
         expert,
         scoring="sigmoid",
         normalise=config.get_bool("norm_topk_prob"),
@@ -104,13 +113,13 @@ def choice_by_bias(config: Config) -> Moe:
         top_groups=config.integer("topk_group"),
         group_score="top2",
         choice_bias=True,
-        shared=_shared(config, expert),
+        shared=shared_expert(config, expert, shared),
     )
 
 
 def deepseek_v3(config: Config) -> DecoderSpec:
-    layers = after_dense(config, _latent_attention(config), gated(config), choice_by_bias(config))
-    return decoder(config, layers, rms(config), (_latent_rope(config, config.get_bool("rope_interleave")),))
+    layers = after_dense(config, latent_attention(config), gated(config), choice_by_bias(config))
+    return decoder(config, layers, rms(config), (latent_rope(config, config.get_bool("rope_interleave")),))
 
 
 def _keys_and_values(at: At) -> Sequence[Part]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 1 to 3."""
+"""Gemma 1 to 3, VaultGemma."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def gemma(config: Config) -> DecoderSpec:
     return _gemma(config, [layer] * config.layers, (rope(config, config.head_dim),))
 
 
-def _gemma_layer(config: Config, **more: Any) -> Layer:
+def _gemma_layer(config: Config, post_norms: bool = True, **more: Any) -> Layer:
     norm = rms(config)
+    post = norm if post_norms else None
     scores = attention(
         config,
         bias=config.get_bool("attention_bias"),
@@ -46,15 +47,19 @@ def _gemma_layer(config: Config, **more: Any) -> Layer:
         **more,
     )
     mlp = gated(config, act="hidden_activation")
-    return pre_norm(norm, scores, mlp, attn_post_norm=norm, mlp_post_norm=norm)
+    return pre_norm(norm, scores, mlp, attn_post_norm=post, mlp_post_norm=post)
 
 
-def gemma2(config: Config) -> DecoderSpec:
+def gemma2(config: Config, post_norms: bool = True) -> DecoderSpec:
     softcap = config.number("attn_logit_softcapping", 0.0, minimum=0.0)
     each_window = windows(config, config.layer_types(lambda index: index % 2 == 0))
-    layers = [_gemma_layer(config, window=window, softcap=softcap) for window in each_window]
+    layers = [_gemma_layer(config, post_norms, window=window, softcap=softcap) for window in each_window]
     ropes = (rope(config, config.head_dim),)
     return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
+
+
+def vaultgemma(config: Config) -> DecoderSpec:
+    return gemma2(config, post_norms=False)
 
 
 def gemma3(config: Config) -> DecoderSpec:
@@ -151,6 +156,12 @@ FAMILIES = {
         "Gemma 2",
         gemma2,
         GEMMA2,
+        {**GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "vaultgemma": Family(
+        "VaultGemma",
+        vaultgemma,
+        GEMMA.but(mlp_norm=plus_one("pre_feedforward_layernorm")),
         {**GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family("Gemma 3 (text)", gemma3, GEMMA2, GEMMA3_DEFAULTS),

@@ -5,7 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, QKV, attention, decoder, gated, pre_norm, rms
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    QKV,
+    attention,
+    decoder,
+    each_mlp,
+    gated,
+    pre_norm,
+    rms,
+)
 from anyaccel.inference.families.deepseek import (
     DEEPSEEK,
     DEEPSEEK_ALIASES,
@@ -13,6 +23,8 @@ from anyaccel.inference.families.deepseek import (
     after_dense,
     choice_by_bias,
     gguf_deepseek_experts,
+    latent_attention,
+    latent_rope,
 )
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
@@ -27,8 +39,10 @@ from anyaccel.inference.families.gguf import (
     partial,
 )
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.families.rope import rope
+from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.validation import short_repr
 
 
 def glm(config: Config, post_norms: bool = False) -> DecoderSpec:
@@ -56,6 +70,29 @@ def glm4_moe(config: Config) -> DecoderSpec:
     )
     layers = after_dense(config, heads, gated(config), choice_by_bias(config))
     return decoder(config, layers, norm, (rope(config, config.head_dim, partial=True),))
+
+
+def _check_whole(config: Config) -> None:
+    """Of families whose own code rotates whole heads, though its angles are of a part of them."""
+    factor = rope_parameters(config)["partial_rotary_factor"]
+    if factor != 1.0:
+        raise Unsupported(f"partial_rotary_factor={short_repr(factor)} in this family")
+
+
+def glm4_moe_lite(config: Config) -> DecoderSpec:
+    """DeepSeek-V3's layers."""
+    _check_whole(config)
+    norm, heads = rms(config), latent_attention(config)
+    layers = [pre_norm(norm, heads, mlp) for mlp in each_mlp(config, choice_by_bias(config), gated(config), 1)]
+    return decoder(config, layers, norm, (latent_rope(config, config.get_bool("rope_interleave")),))
+
+
+def solar_open(config: Config) -> DecoderSpec:
+    _check_whole(config)
+    norm = rms(config)
+    heads = attention(config, bias=config.get_bool("attention_bias"), out_bias=False)
+    layers = [pre_norm(norm, heads, choice_by_bias(config))] * config.layers
+    return decoder(config, layers, norm, (rope(config, config.head_dim),))
 
 
 GLM = LLAMA.but(qkv=[QKV, "self_attn.qkv_proj"], mlp__gate_up="mlp.gate_up_proj")
@@ -104,6 +141,61 @@ FAMILIES = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
             "partial_rotary_factor": 0.5,
+        },
+        DEEPSEEK_ALIASES,
+    ),
+    "glm4_moe_lite": Family(
+        "GLM-4.7-Flash",
+        glm4_moe_lite,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "n_shared_experts": 1,
+            "n_routed_experts": 64,
+            "routed_scaling_factor": 1.8,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+        },
+        {**DEEPSEEK_ALIASES, "head_dim": "qk_rope_head_dim"},
+    ),
+    "solar_open": Family(
+        "Solar Open",
+        solar_open,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 196608,
+            "moe_intermediate_size": 1280,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
         },
         DEEPSEEK_ALIASES,
     ),

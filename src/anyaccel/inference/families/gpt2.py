@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2 and what was made after it: StarCoder 1, GPT-Neo, GPT-J."""
+"""GPT-2 and what was made after it: StarCoder 1, GPT-Neo, GPT-J, CodeGen."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.errors import ModelError
@@ -22,7 +23,7 @@ from anyaccel.inference.families.gguf import Architecture, Metadata
 from anyaccel.inference.families.model_config import MOST_LAYERS, Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
-from anyaccel.inference.spec.mapping import Names, transposed
+from anyaccel.inference.spec.mapping import At, Names, Part, transposed
 from anyaccel.validation import check_integer, check_list, check_text, short_repr
 
 
@@ -153,6 +154,25 @@ GPTJ = GPT2.but(
 )
 
 
+_BLOCKS = 4  # of CodeGen's projection, whatever the number of ranks
+
+
+def codegen(config: Config) -> DecoderSpec:
+    if config.heads % _BLOCKS:
+        raise ModelError(f"config: {config.heads} heads are not a multiple of the {_BLOCKS} blocks of CodeGen")
+    return gptj(config)
+
+
+def _codegen_qkv(at: At) -> Sequence[Part]:
+    """Blocks of queries, values and keys, in this order, each of a part of the heads."""
+    rows = at.attention.heads * at.attention.head_dim // _BLOCKS
+    name = at.name("attn.qkv_proj")
+    return [Part(name, (3 * block + kind) * rows, rows) for kind in (0, 2, 1) for block in range(_BLOCKS)]
+
+
+CODEGEN = GPTJ.but(qkv=_codegen_qkv)
+
+
 GPT2_DEFAULTS = {
     "vocab_size": 50257,
     "n_positions": 1024,
@@ -223,6 +243,22 @@ FAMILIES = {
         "GPT-J",
         gptj,
         GPTJ,
+        {
+            **GPT2_DEFAULTS,
+            "vocab_size": 50400,
+            "n_positions": 2048,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "tie_word_embeddings": False,
+        },
+        GPT_ALIASES,
+    ),
+    "codegen": Family(
+        "CodeGen",
+        codegen,
+        CODEGEN,
         {
             **GPT2_DEFAULTS,
             "vocab_size": 50400,

@@ -33,14 +33,19 @@ from anyaccel.inference.families.gguf import (
 )
 from anyaccel.inference.families.mistral import GGUF_MIXTRAL
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.families.rope import rope, rope_parameters
-from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
+from anyaccel.inference.families.rope import rope
+from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import plus_one
-from anyaccel.validation import Fields, check_bool
+from anyaccel.validation import check_bool
 
 
 def llama(config: Config) -> DecoderSpec:
     return llama_like(config, mlp=gated(config, config.get_bool("mlp_bias")), bias=config.get_bool("attention_bias"))
+
+
+def cwm(config: Config) -> DecoderSpec:
+    each_window = windows(config, config.layer_types(lambda index: index % 4 != 0))
+    return llama_like(config, each_window, gated(config, config.get_bool("mlp_bias")))
 
 
 def seed_oss(config: Config) -> DecoderSpec:
@@ -55,30 +60,10 @@ def arcee(config: Config) -> DecoderSpec:
     return llama_like(config, mlp=mlp, bias=config.get_bool("attention_bias"))
 
 
-def ernie(config: Config) -> DecoderSpec:
-    bias = config.get_bool("use_bias")
-    spec = llama_like(config, mlp=gated(config, bias), bias=bias)
-    return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
-
-
 def helium(config: Config) -> DecoderSpec:
     mlp = gated(config, config.get_bool("mlp_bias"))
     spec = llama_like(config, mlp=mlp, bias=config.get_bool("attention_bias"), out_bias=False)
     return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
-
-
-def hunyuan(config: Config) -> DecoderSpec:
-    parameters = rope_parameters(config)
-    dim = config.head_dim
-    given = Fields(parameters, "config: rope_parameters: ")
-    alpha = given.number("alpha", 0.0, minimum=0.0) if dim > 2 else 0.0
-    if parameters["rope_type"] == "dynamic" and alpha:  # static all the same
-        parameters["rope_theta"] = given.number("rope_theta", above=0.0) * alpha ** (dim / (dim - 2))
-        parameters["rope_type"] = "default"
-    norm = rms(config)
-    heads = attention(config, bias=config.get_bool("attention_bias"), qk_norm=QkNorm(norm, after_rope=True))
-    layers = [pre_norm(norm, heads, gated(config))] * config.layers
-    return decoder(config, layers, norm, (rope(config, dim, parameters=parameters),))
 
 
 def smollm3(config: Config) -> DecoderSpec:
@@ -114,6 +99,13 @@ def nemotron(config: Config) -> DecoderSpec:
     return decoder(config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True),))
 
 
+def jais2(config: Config) -> DecoderSpec:
+    """Llama with LayerNorms and an MLP without a gate."""
+    norm = layer_norm(config, "layer_norm_eps")
+    mlp = plain(config, config.size("intermediate_size"), "hidden_act", config.get_bool("mlp_bias"))
+    return llama_like(config, mlp=mlp, norm=norm, bias=config.get_bool("attention_bias"))
+
+
 ARCEE = LLAMA.but(mlp__gate_up="mlp.up_proj")
 
 
@@ -122,11 +114,84 @@ NEMOTRON = ARCEE.but(
 )
 
 
-HUNYUAN = LLAMA.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
-
-
 FAMILIES = {
     "llama": Family("Llama 1/2/3, SmolLM2, Yi", llama, LLAMA, LLAMA_DEFAULTS),
+    "internlm3": Family(
+        "InternLM 3",
+        llama,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 128512,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+        },
+        {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "iquestcoder": Family(
+        "IQuest-Coder",
+        llama,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 76800,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "cwm": Family(
+        "CWM",
+        cwm,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 128256,
+            "hidden_size": 6144,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 8192,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "jais2": Family(
+        "Jais 2",
+        jais2,
+        ARCEE,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 150272,
+            "hidden_size": 3328,
+            "intermediate_size": 26624,
+            "num_attention_heads": 26,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "smollm3": Family(
         "SmolLM3",
         smollm3,
@@ -189,25 +254,6 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
     ),
-    "ernie4_5": Family(
-        "ERNIE 4.5",
-        ernie,
-        LLAMA,
-        {
-            **LLAMA_DEFAULTS,
-            "vocab_size": 103424,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
-    ),
     "helium": Family(
         "Helium",
         helium,
@@ -226,12 +272,6 @@ FAMILIES = {
             "rope_theta": 100000.0,
         },
     ),
-    "hunyuan_v1_dense": Family(
-        "Hunyuan (dense)",
-        hunyuan,
-        HUNYUAN,
-        {**LLAMA_DEFAULTS, "vocab_size": 290943, "rms_norm_eps": 1e-5},
-    ),
 }
 
 
@@ -245,10 +285,6 @@ def _gguf_smollm3(values: Metadata, config: dict[str, Any]) -> None:
 
 def _gguf_arcee(values: Metadata, config: dict[str, Any]) -> None:
     config["hidden_act"] = "relu2"
-
-
-def _gguf_ernie(values: Metadata, config: dict[str, Any]) -> None:
-    config["use_bias"] = config["attention_bias"]
 
 
 def _gguf_seed_oss(values: Metadata, config: dict[str, Any]) -> None:
@@ -271,12 +307,5 @@ ARCHITECTURES = {
         norms_less_one=True,
         norm_eps="norm_eps",
         extra=(partial, biases, _gguf_arcee),
-    ),
-    "ernie4_5": Architecture("ernie4_5", GGUF_MODULES, GGUF_LLAMA, extra=(biases, _gguf_ernie)),
-    "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        GGUF_MODULES,
-        {**GGUF_LLAMA, "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
-        extra=(biases,),
     ),
 }

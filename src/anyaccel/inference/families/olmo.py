@@ -34,7 +34,7 @@ from anyaccel.inference.families.gguf import (
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope, rope_parameters_of
-from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Norm, QkNorm, Rope
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp, Moe, Norm, QkNorm, Rope
 
 
 def olmo(config: Config) -> DecoderSpec:
@@ -44,14 +44,16 @@ def olmo(config: Config) -> DecoderSpec:
     return llama_like(config, norm=norm, bias=config.get_bool("attention_bias"), clip=clip)
 
 
-def _olmo2(config: Config, each_window: list[int], ropes: tuple[Rope, ...]) -> DecoderSpec:
+def _olmo2(
+    config: Config, each_window: list[int], ropes: tuple[Rope, ...], mlp: Mlp | Moe | None = None
+) -> DecoderSpec:
     """Norms after attention and MLP only; queries and keys are normed over all heads."""
     norm = rms(config)
     bias = config.get_bool("attention_bias")
     layers = [
         Layer(
             attention(config, rope=min(window, len(ropes) - 1), window=window, bias=bias, qk_norm=QkNorm(norm, True)),
-            gated(config),
+            mlp or gated(config),
             attn_post_norm=norm,
             mlp_post_norm=norm,
         )
@@ -81,6 +83,14 @@ def olmoe(config: Config) -> DecoderSpec:
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
 
 
+def flex_olmo(config: Config) -> DecoderSpec:
+    moe = mixture(config, "num_experts", gated(config), normalise=config.get_bool("norm_topk_prob"))
+    return _olmo2(config, [0] * config.layers, (rope(config, config.head_dim),), moe)
+
+
+FLEX_OLMO = QWEN_MOE.but(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+
+
 OLMO2 = LLAMA.but(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
 
@@ -105,6 +115,20 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "num_experts": 64,
             "num_experts_per_tok": 8,
+        },
+        {"num_local_experts": "num_experts"},
+    ),
+    "flex_olmo": Family(
+        "FlexOlmo",
+        flex_olmo,
+        FLEX_OLMO,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 100352,
+            "max_position_embeddings": 4096,
+            "rope_theta": 500000.0,
+            "num_experts_per_tok": 5,
+            "num_experts": 7,
         },
         {"num_local_experts": "num_experts"},
     ),

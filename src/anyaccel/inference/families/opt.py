@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT."""
+"""OPT and BioGPT."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from anyaccel.inference.families.common import attention, decoder, own_head_dim, plain, pre_norm
 from anyaccel.inference.families.family import Family
@@ -29,6 +31,24 @@ def opt(config: Config) -> DecoderSpec:
     return decoder(config, [layer] * config.layers, final, positions=longest + 2, position_offset=2)
 
 
+def biogpt(config: Config) -> DecoderSpec:
+    norm = Norm("layer", 1e-5, bias=True)  # not the config's
+    layer = pre_norm(
+        norm,
+        attention(config, rope=-1, kv_heads=config.heads, head_dim=own_head_dim(config), bias=True),
+        plain(config, config.size("intermediate_size"), "hidden_act"),
+    )
+    longest = config.integer("max_position_embeddings", maximum=MAX_INT - 2)
+    return decoder(
+        config,
+        [layer] * config.layers,
+        norm,
+        positions=longest + 2,
+        position_offset=2,
+        embedding_scale=config.hidden**0.5 if config.get_bool("scale_embedding") else 1.0,
+    )
+
+
 OPT = Names(
     {
         "embed": "embed_tokens",
@@ -46,7 +66,26 @@ OPT = Names(
 )
 
 
+BIOGPT = replace(OPT.but(head="/output_projection", final_norm="layer_norm"), bases=(Base("biogpt."), Base("")))
+
+
 FAMILIES = {
+    "biogpt": Family(
+        "BioGPT",
+        biogpt,
+        BIOGPT,
+        {
+            "vocab_size": 42384,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 1024,
+            "scale_embedding": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "opt": Family(
         "OPT",
         opt,
