@@ -139,6 +139,9 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   optional(from, "qk_norm", spec.qk_norm, read_qk_norm);
   optional(from, "mla", spec.mla, read_mla);
   get(from, "kv_copies", spec.kv_copies);
+  get(from, "growth", spec.growth);
+  get(from, "growth_from", spec.growth_from);
+  get(from, "growth_first", spec.growth_first);
   return spec;
 }
 
@@ -166,9 +169,11 @@ llm::MoeSpec read_moe(const nb::handle& from) {
   get(from, "experts", spec.experts);
   get(from, "top_k", spec.top_k);
   spec.expert = read_mlp(at(from, "expert"));
-  choice<Moe::Scoring>(
-      from, "scoring", spec.scoring,
-      {{"softmax", Moe::Scoring::softmax}, {"sigmoid", Moe::Scoring::sigmoid}, {"none", Moe::Scoring::none}});
+  choice<Moe::Scoring>(from, "scoring", spec.scoring,
+                       {{"softmax", Moe::Scoring::softmax},
+                        {"sigmoid", Moe::Scoring::sigmoid},
+                        {"sparsemixer", Moe::Scoring::sparsemixer},
+                        {"none", Moe::Scoring::none}});
   get(from, "normalise", spec.normalise);
   get(from, "softmax_after", spec.softmax_after);
   get(from, "scale", spec.scale);
@@ -180,6 +185,9 @@ llm::MoeSpec read_moe(const nb::handle& from) {
   get(from, "choice_bias", spec.choice_bias);
   optional(from, "shared", spec.shared, read_mlp);
   get(from, "shared_gate", spec.shared_gate);
+  get(from, "shared_scale", spec.shared_scale);
+  get(from, "scale_input", spec.scale_input);
+  get(from, "jitter", spec.jitter);
   return spec;
 }
 

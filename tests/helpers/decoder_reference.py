@@ -111,6 +111,19 @@ def _activate(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
     return y if up is None else y * up
 
 
+def _sparsemixer(moe: Moe, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and factors of the chosen experts."""
+    left = logits.clone()
+    chosen, factors = [], []
+    for _ in range(moe.top_k):
+        best = left.amax(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * moe.jitter
+        chosen.append(left.argmax(-1, keepdim=True))
+        factors.append(left.masked_fill(far, -math.inf).softmax(-1).gather(1, chosen[-1]))
+        left = left.scatter(1, chosen[-1], -math.inf)
+    return torch.cat(chosen, 1), torch.cat(factors, 1)
+
+
 def _mlp(mlp: Mlp, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
     y = _linear(f"{name}.gate_up", x, w)
     gate, up = y.chunk(2, -1) if mlp.gated else (y, None)
@@ -119,6 +132,29 @@ def _mlp(mlp: Mlp, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
 
 def _experts(moe: Moe, at: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
     logits = _linear(f"{at}.router", x, w)
+    if moe.scoring == "sparsemixer":
+        chosen, factors = _sparsemixer(moe, logits)
+    else:
+        chosen, factors = _chosen(moe, at, logits, w)
+    rows = []
+    for token in range(x.shape[0]):
+        row = x[token : token + 1]
+        each = []
+        for place, expert in enumerate(chosen[token]):
+            factor, name = factors[token, place], f"{at}.experts.{int(expert)}"
+            each.append(
+                _mlp(moe.expert, name, factor * row, w) if moe.scale_input else factor * _mlp(moe.expert, name, row, w)
+            )
+        rows.append(torch.stack(each).sum(0))
+    y = torch.cat(rows)
+    if moe.shared is not None:
+        shared = moe.shared_scale * _mlp(moe.shared, f"{at}.shared", x, w)
+        y = y + (torch.sigmoid(_linear(f"{at}.shared_gate", x, w)) * shared if moe.shared_gate else shared)
+    return y
+
+
+def _chosen(moe: Moe, at: str, logits: Tensor, w: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Numbers and factors of the chosen experts."""
     scores = {"softmax": lambda s: s.softmax(-1), "sigmoid": torch.sigmoid, "none": lambda s: s}[moe.scoring](logits)
     choice = scores + w[f"{at}.router.choice_bias"] if moe.choice_bias else scores
     if moe.groups > 1:
@@ -132,20 +168,7 @@ def _experts(moe: Moe, at: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
         factors = factors.softmax(-1)
     if moe.normalise:
         factors = factors / factors.sum(-1, keepdim=True)
-    factors = factors * moe.scale
-    rows = []
-    for token in range(x.shape[0]):
-        row = x[token : token + 1]
-        each = [
-            factors[token, place] * _mlp(moe.expert, f"{at}.experts.{int(expert)}", row, w)
-            for place, expert in enumerate(chosen[token])
-        ]
-        rows.append(torch.stack(each).sum(0))
-    y = torch.cat(rows)
-    if moe.shared is not None:
-        shared = _mlp(moe.shared, f"{at}.shared", x, w)
-        y = y + (torch.sigmoid(_linear(f"{at}.shared_gate", x, w)) * shared if moe.shared_gate else shared)
-    return y
+    return chosen, factors * moe.scale
 
 
 class Cached:
@@ -220,6 +243,9 @@ class Reference:
         count = x.shape[0]
         positions = torch.arange(sequence.length, sequence.length + count)
         q, k, v = self._qkv(at, a, x, positions, sequence.length + count)
+        if a.growth:
+            grown = torch.log1p(torch.floor((positions + a.growth_first) / a.growth_from))
+            q = q * (1 + a.growth * grown)[:, None, None].to(q.dtype)
         k, v = self.keep(k), self.keep(v)
         if (earlier := sequence.keys[index]) is not None:
             k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]

@@ -5,6 +5,7 @@ and of architectures that the runtime lacks.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ _LONG = {
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
 }
+_GROWING = {**_YARN["rope_parameters"], "original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.5}
 _WINDOWS = ["sliding_attention", "full_attention"]
 
 # Case -> (configuration class, its arguments). Windows are shorter than the prompts. Columns are in groups of 32, as
@@ -632,6 +634,104 @@ CASES |= {
 }
 
 
+_LLAMA4 = {
+    **_LAYERS4,
+    "intermediate_size_mlp": 56,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "attention_chunk_size": 6,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
+CASES |= {
+    "llama4_text": (
+        "Llama4TextConfig",
+        common(**_LLAMA4, interleave_moe_layer_step=2, **_LLAMA3),
+    ),
+    "llama4_text-plain": (
+        "Llama4TextConfig",
+        common(
+            **_LLAMA4,
+            num_experts_per_tok=2,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+            attention_bias=True,
+            no_rope_layers=[1, 0, 1, 1],
+            moe_layers=[0, 3],
+        ),
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        common(**_MLA_ONLY, **_EXPERTS, n_group=2, topk_group=1, rope_parameters=_GROWING),
+    ),
+    "mistral4-dense": (
+        "Mistral4Config",
+        common(
+            **_MLA_ONLY | {"q_lora_rank": None},
+            **_EXPERTS,
+            first_k_dense_replace=1,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            rope_interleave=False,
+            attention_bias=True,
+            rope_parameters=_GROWING | {"llama_4_scaling_beta": 0.3},
+        ),
+    ),
+    "ministral3-growing": ("Ministral3Config", common(head_dim=8, rope_parameters=_GROWING)),
+    "phimoe": ("PhimoeConfig", common(num_local_experts=5, router_jitter_noise=0.4, lm_head_bias=True)),
+    "phimoe-longrope": (
+        "PhimoeConfig",
+        common(
+            num_local_experts=5,
+            sliding_window=6,
+            attention_bias=True,
+            max_position_embeddings=60,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 60,
+            },
+        ),
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        common(
+            **_LAYERS4,
+            head_dim=8,
+            sliding_window=5,
+            num_experts=5,
+            num_shared_experts=2,
+            first_k_dense_replace=1,
+            prefix_dense_intermediate_size=40,
+        ),
+    ),
+    "cohere2_moe-sigmoid": (
+        "Cohere2MoeConfig",
+        common(
+            **_LAYERS4,
+            head_dim=8,
+            sliding_window=5,
+            num_experts=5,
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            expert_selection_fn="sigmoid",
+            first_k_dense_replace=2,
+            prefix_dense_sliding_window_pattern=2,
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+        ),
+    ),
+    "cohere2_moe-scores": (
+        "Cohere2MoeConfig",
+        common(head_dim=8, num_experts=5, expert_selection_fn="sigmoid", norm_topk_prob=False),
+    ),
+}
+
+
 # Architectures without a native decoder: CTRL and XGLM; Bamba mixes Mamba with attention; Mamba 2 has no attention at
 # all, RWKV neither; DiffLlama's norm goes across heads. MiniMax has buffers that must follow the dtype, XGLM embeddings
 # that multiply, and JetMoe changes weights in forward. The columns of XGLM and MiniMax are in groups, as above.
@@ -701,7 +801,7 @@ def build(case: str, seed: int = 0, positions: int = 0, attention: str = "eager"
     """
     import transformers
 
-    name, arguments = CASES[case] if case in CASES else OTHERS[case]
+    name, arguments = copy.deepcopy(CASES[case] if case in CASES else OTHERS[case])  # configs change their arguments
     if positions:
         longer = ("max_position_embeddings", "n_positions", "max_seq_len")
         arguments = {key: positions if key in longer and value == 64 else value for key, value in arguments.items()}
@@ -710,7 +810,11 @@ def build(case: str, seed: int = 0, positions: int = 0, attention: str = "eager"
     if attention:
         # Falcon's plain attention adds ALiBi's bias twice; its fused one is right.
         config._attn_implementation = "sdpa" if case == "falcon-alibi" else attention
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    else:  # the language model of one of several modalities
+        model = getattr(transformers.models, config.model_type)
+        model = getattr(model, f"{name.removesuffix('Config')}ForCausalLM")._from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:  # large enough that no part of the result is negligible

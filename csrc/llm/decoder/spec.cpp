@@ -31,6 +31,8 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
   in_range(where, "rope", a.rope, -1, static_cast<int64_t>(spec.ropes.size()) - 1);
   in_range(where, "window", a.window, 0, INT32_MAX);
   in_range(where, "chunk", a.chunk, 0, INT32_MAX);
+  in_range(where, "growth_from", a.growth_from, a.growth == 0 ? 0 : 1, INT32_MAX);
+  in_range(where, "growth_first", a.growth_first, 0, INT32_MAX);
   if (a.rope >= 0) {
     const RopeSpec& rope = spec.ropes[static_cast<size_t>(a.rope)];
     const int64_t rotated = 2 * static_cast<int64_t>(rope.inv_freq.size());
@@ -68,10 +70,11 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
     check_mlp(where, moe.expert);
     if (moe.shared) check_mlp(where, *moe.shared);
     if (moe.shared_gate && !moe.shared) fail(where, "shared_gate without shared");
+    if (moe.scale_input && moe.expert.bias) fail(where, "scale_input with experts that have biases");
   }
   if (layer.parallel && (layer.attn_post_norm || layer.mlp_post_norm || layer.residual_from_norm))
     fail(where, "parallel layers have no post norms and no residual_from_norm");
-  if (layer.parallel && layer.moe) fail(where, "parallel layers with experts are not supported");
+  if (layer.parallel && layer.moe && layer.mlp_norm) fail(where, "parallel layers with experts have one norm");
 }
 
 }  // namespace

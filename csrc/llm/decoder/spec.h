@@ -66,6 +66,9 @@ struct AttentionSpec {
   std::optional<QkNormSpec> qk_norm;
   std::optional<MlaSpec> mla;
   int kv_copies = 1;
+  float growth = 0;
+  int64_t growth_from = 0;
+  int64_t growth_first = 0;
 };
 
 struct MlpSpec {
@@ -77,7 +80,7 @@ struct MlpSpec {
 };
 
 struct MoeSpec {
-  enum class Scoring : uint8_t { none, softmax, sigmoid };
+  enum class Scoring : uint8_t { none, softmax, sigmoid, sparsemixer };
   enum class GroupScore : uint8_t { max, top2 };
 
   int experts = 0;
@@ -94,6 +97,9 @@ struct MoeSpec {
   bool choice_bias = false;
   std::optional<MlpSpec> shared;
   bool shared_gate = false;
+  float shared_scale = 1;
+  bool scale_input = false;
+  float jitter = 0;
 };
 
 struct LayerSpec {

@@ -12,6 +12,12 @@ namespace {
 // Up to so many floats every thread turns all heads for itself: less than what a barrier costs.
 constexpr int64_t kPrivateFloats = 8192;
 
+// Queries of a token whose spec has a growth: see Attention in spec/decoder.py.
+float growth_at(const AttentionSpec& spec, int64_t position) noexcept {
+  const auto times = static_cast<float>((position + spec.growth_first) / spec.growth_from);
+  return 1.0f + spec.growth * std::log1p(times);
+}
+
 }  // namespace
 
 void StepThread::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
@@ -76,6 +82,7 @@ void StepThread::assemble_latent(size_t index, AttentionStep& step) noexcept {
     float* q = shared_.qkv.get() + t * qkv_stride_ + head * spec.head_dim;
     if (rotation != nullptr)
       rope(q + rope_spec->first, 1, spec.head_dim, rotation->cosine, rotation->sine, half, rope_spec->interleaved);
+    if (spec.growth != 0) scale(q, growth_at(spec, forward_.positions_[static_cast<size_t>(t)]), spec.head_dim);
     const float* from = shared_.kv_b.get() + t * kv_b_stride + head * (mla.nope_dim + spec.value_dim);
     float* key = shared_.keys.get() + t * keys_stride + head * spec.head_dim;
     float* value =
@@ -163,7 +170,7 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
   step.v = step.k + k_count;
   step.q_stride = step.k_stride = step.v_stride = qkv_stride_;
   const bool across = spec.qk_norm && spec.qk_norm->across && forward_.ranks_ != nullptr;
-  if (spec.rope < 0 && !spec.qk_norm && spec.clip <= 0) return;
+  if (spec.rope < 0 && !spec.qk_norm && spec.clip <= 0 && spec.growth == 0) return;
   const bool alone = small_ && tokens_ * (q_count + k_count) <= kPrivateFloats && !across && threads_ > 1;
   const Range tokens = alone ? Range{0, tokens_} : part_of(tokens_, thread_, threads_);
   float* heads = alone ? own_.heads.get() : shared_.qkv.get();
@@ -198,6 +205,7 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
     float* q = heads + t * qkv_stride_;
     if (spec.qk_norm) norm_queries_keys(index, q, q + q_count, t);
     if (!after) rotate_token(t);
+    if (spec.growth != 0) scale(q, growth_at(spec, forward_.positions_[static_cast<size_t>(t)]), q_count);
   }
   if (alone)
     mark(Work::heads);
@@ -216,7 +224,7 @@ void StepThread::attention(size_t index) noexcept {
       norm(weights.mlp_norm, residual_ + t * hidden_stride_, spec_.hidden, second + t * hidden_stride_);
     mlp_x = second;
   }
-  if (layer.parallel) {
+  if (layer.parallel && layer.mlp) {
     // First, while x is what the inputs are of: after the latents of MLA it is not.
     if (mlp_x != x_) fresh();
     const Input& in = input(weights.mlp.gate.w.shape(), mlp_x, hidden_stride_, tokens_);
@@ -228,7 +236,7 @@ void StepThread::attention(size_t index) noexcept {
   else
     project(spec, weights);
   barrier(Work::qkv);
-  if (layer.parallel && !small_) activate_own(weights.mlp, tokens_, shared_.gate.get(), shared_.up.get());
+  if (layer.parallel && layer.mlp && !small_) activate_own(weights.mlp, tokens_, shared_.gate.get(), shared_.up.get());
 
   AttentionStep step{};
   step.cache = &forward_.cache_;
@@ -258,7 +266,12 @@ void StepThread::attention(size_t index) noexcept {
   multiply_into(weights.o, in, delta(0), hidden_stride_);
   if (layer.parallel) {
     mark(Work::out);
-    mlp(weights.mlp, delta(1), true);
+    if (layer.moe) {
+      fresh();
+      experts(index, delta(1));
+    } else {
+      mlp(weights.mlp, delta(1), true);
+    }
   }
 }
 

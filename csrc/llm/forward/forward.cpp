@@ -277,7 +277,7 @@ void StepThread::layer(size_t index) noexcept {
   pend(1, weights.attn_post_norm, scale);
   advance(weights.mlp_norm, spec.residual_from_norm);
   if (spec.moe)
-    experts(index);
+    experts(index, delta(0));
   else
     mlp(weights.mlp, delta(0), false);
   exchange(Work::down, {tokens_ * hidden_stride_, 0});

@@ -11,27 +11,35 @@
 namespace anyaccel::llm {
 
 // In small steps the activation follows at once, without a barrier: of gate and up, each thread has the same rows.
-void StepThread::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
+void StepThread::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up,
+                         const float* scales) noexcept {
   multiply_into(mlp.gate, *input, gate, features_stride_);
   if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);
   if (!small_) return;
   mark(Work::gate_up);
   const Range own = rows_of(mlp.gate.w.shape());
-  for (int64_t t = 0; t < tokens; ++t) {
-    float* at = gate + t * features_stride_ + own.begin;
-    activate(mlp.activation, at, mlp.up.w.empty() ? nullptr : up + t * features_stride_ + own.begin,
-             own.end - own.begin, at);
-  }
+  for (int64_t t = 0; t < tokens; ++t) activate_row(mlp, gate, up, t, own, scales);
   mark(Work::activate);
 }
 
-void StepThread::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept {
+void StepThread::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up,
+                              const float* scales) noexcept {
   const Range own = part_of(tokens, thread_, threads_);
-  for (int64_t t = own.begin; t < own.end; ++t) {
-    float* at = gate + t * features_stride_;
-    activate(mlp.activation, at, mlp.up.w.empty() ? nullptr : up + t * features_stride_, mlp.gate.w.shape().rows, at);
-  }
+  for (int64_t t = own.begin; t < own.end; ++t) activate_row(mlp, gate, up, t, {0, mlp.gate.w.shape().rows}, scales);
   mark(Work::activate);
+}
+
+// The features `part` of row t, in the place of the gate.
+void StepThread::activate_row(const MlpWeights& mlp, float* gate, float* up, int64_t t, Range part,
+                              const float* scales) const noexcept {
+  float* at = gate + t * features_stride_ + part.begin;
+  float* other = mlp.up.w.empty() ? nullptr : up + t * features_stride_ + part.begin;
+  const int64_t count = part.end - part.begin;
+  if (scales != nullptr) {
+    scale(at, scales[t], count);
+    if (other != nullptr) scale(other, scales[t], count);
+  }
+  activate(mlp.activation, at, other, count, at);
 }
 
 // `features_ready`: the caller has called gate_up() and the activation, and then a barrier.
@@ -51,6 +59,29 @@ void StepThread::mlp(const MlpWeights& mlp, float* delta, bool features_ready) n
 
 // --- experts
 
+namespace {
+
+// As transformers' PhimoeTopKRouter: see Moe in spec/decoder.py.
+void sparsemixer(const MoeSpec& moe, float* logits, int32_t* chosen, float* weight) noexcept {
+  constexpr float kOut = -std::numeric_limits<float>::infinity();
+  for (int k = 0; k < moe.top_k; ++k) {
+    int best = -1;  // the first one at least, so that there is one even if all are NaN
+    for (int e = 0; e < moe.experts; ++e)
+      if (std::find(chosen, chosen + k, e) == chosen + k && (best < 0 || logits[e] > logits[best])) best = e;
+    float sum = 0;
+    for (int e = 0; e < moe.experts; ++e) {
+      const float distance = logits[best] - logits[e];
+      if (distance / std::max(std::fabs(logits[e]), logits[best]) > 2 * moe.jitter) continue;
+      sum += std::exp(-distance);
+    }
+    chosen[k] = best;
+    weight[k] = moe.scale / sum;
+    logits[best] = kOut;
+  }
+}
+
+}  // namespace
+
 // Chooses the experts of each token as the routers of transformers do: DeepseekV3TopkRouter, MixtralSparseMoeBlock,
 // GptOssTopKRouter and others.
 void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
@@ -62,6 +93,10 @@ void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range to
   constexpr float kOut = -std::numeric_limits<float>::infinity();
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     std::memcpy(scores, shared_.router.get() + t * stride, static_cast<size_t>(experts) * sizeof(float));
+    if (moe.scoring == MoeSpec::Scoring::sparsemixer) {
+      sparsemixer(moe, scores, routing.chosen.data() + t * moe.top_k, routing.weights.data() + t * moe.top_k);
+      continue;
+    }
     if (moe.scoring == MoeSpec::Scoring::softmax) softmax(scores, experts);
     if (moe.scoring == MoeSpec::Scoring::sigmoid)
       for (int e = 0; e < experts; ++e) scores[e] = sigmoid(scores[e]);
@@ -119,11 +154,11 @@ void Routing::sort(int64_t tokens, const MoeSpec& moe) noexcept {
 }
 
 float StepThread::shared_weight(const MoeSpec& moe, int64_t t) const noexcept {
-  if (!moe.shared_gate) return 1.0f;
-  return sigmoid(shared_.router.get()[t * padded_stride(forward_.widths_.router) + moe.experts]);
+  if (!moe.shared_gate) return moe.shared_scale;
+  return moe.shared_scale * sigmoid(shared_.router.get()[t * padded_stride(forward_.widths_.router) + moe.experts]);
 }
 
-void StepThread::experts(size_t index) noexcept {
+void StepThread::experts(size_t index, float* delta) noexcept {
   const MoeSpec& moe = *spec_.layers[index].moe;
   const LayerWeights& weights = weights_.layers[index];
   const int64_t stride = padded_stride(forward_.widths_.router);
@@ -133,9 +168,9 @@ void StepThread::experts(size_t index) noexcept {
     multiply_into(weights.shared_gate, input(weights.shared_gate.w.shape(), x_, hidden_stride_, tokens_),
                   router + moe.experts, stride);
   if (small_)
-    experts_small(moe, weights, delta(0));
+    experts_small(moe, weights, delta);
   else
-    experts_large(moe, weights, delta(0));
+    experts_large(moe, weights, delta);
 }
 
 // All chosen experts in two phases: every thread a part of the rows of each, so that each weight is read once.
@@ -164,7 +199,8 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
   each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
     if (tokens_ > 1) fresh();
     const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, routing.rows.data() + begin);
-    gate_up(expert, &in, count, at(gate, begin), at(up, begin));
+    gate_up(expert, &in, count, at(gate, begin), at(up, begin),
+            moe.scale_input ? routing.row_weights.data() + begin : nullptr);
   });
   barrier(Work::gate_up);
   const Range own = rows_of(Shape{Format::f32, spec_.hidden, 1});
@@ -183,7 +219,7 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
   each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
     down(
         expert, begin, count, [&](int64_t i) { return routing.rows[static_cast<size_t>(begin + i)]; },
-        [&](int64_t i) { return routing.row_weights[static_cast<size_t>(begin + i)]; });
+        [&](int64_t i) { return moe.scale_input ? 1.0f : routing.row_weights[static_cast<size_t>(begin + i)]; });
   });
   if (moe.shared)
     down(
@@ -205,12 +241,13 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   float* out = shared_.expert_out.get();
-  const auto whole = [&](const MlpWeights& expert, int64_t count, const int32_t* rows, auto token, auto weight) {
+  const auto whole = [&](const MlpWeights& expert, int64_t count, const int32_t* rows, const float* scales, auto token,
+                         auto weight) {
     fresh();
     const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, rows);
     gate_up(expert, &in, count, gate, up);
     barrier(Work::gate_up);
-    activate_own(expert, count, gate, up);
+    activate_own(expert, count, gate, up, scales);
     fresh();
     multiply_into(expert.down, input(expert.down.w.shape(), gate, features_stride_, count), out, hidden_stride_);
     barrier(Work::down);
@@ -224,12 +261,13 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
     if (count == 0) continue;
     whole(
         weights.experts[static_cast<size_t>(e)], count, routing.rows.data() + begin,
+        moe.scale_input ? routing.row_weights.data() + begin : nullptr,
         [&](int64_t i) { return routing.rows[begin + static_cast<size_t>(i)]; },
-        [&](int64_t i) { return routing.row_weights[begin + static_cast<size_t>(i)]; });
+        [&](int64_t i) { return moe.scale_input ? 1.0f : routing.row_weights[begin + static_cast<size_t>(i)]; });
   }
   if (moe.shared)
     whole(
-        weights.shared, tokens_, nullptr, [](int64_t i) { return i; },
+        weights.shared, tokens_, nullptr, nullptr, [](int64_t i) { return i; },
         [&](int64_t i) { return shared_weight(moe, i); });
 }
 

@@ -49,10 +49,15 @@ class StepThread {
   void assemble_latent(size_t index, AttentionStep& step) noexcept;
 
   // --- mlp.cpp
-  void gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept;
-  void activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept;
+  // `scales`: of the rows of gate and up, before the activation; null: none.
+  void gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up,
+               const float* scales = nullptr) noexcept;
+  void activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up,
+                    const float* scales = nullptr) noexcept;
+  void activate_row(const MlpWeights& mlp, float* gate, float* up, int64_t t, Range part,
+                    const float* scales) const noexcept;
   void mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept;
-  void experts(size_t index) noexcept;
+  void experts(size_t index, float* delta) noexcept;
   void experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
   void experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
   // Which experts the tokens go to.

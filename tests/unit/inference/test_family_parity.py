@@ -331,13 +331,13 @@ def test_what_a_config_lacks_is_what_transformers_takes(model_type: str) -> None
         "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
     }.get(model_type, {})  # what has no default
     config = _config_class(model_type)(**least).to_dict()
-    minimal = {"model_type": model_type, **least} | ({"text_config": {}} if model_type == "gemma3" else {})
+    minimal = {"model_type": model_type, **least} | ({"text_config": {}} if FAMILIES[model_type].text else {})
     assert FAMILIES[model_type].spec(minimal) == FAMILIES[model_type].spec(config)
 
 
 def test_every_family_has_a_case() -> None:
     tested = {_config_class_name(name) for name in family_cases.CASES}
-    assert tested | {"gemma3"} == FAMILIES.keys()
+    assert tested | {"gemma3", "llama4"} == FAMILIES.keys()
 
 
 def _config_class_name(case: str) -> str:
@@ -472,6 +472,12 @@ def test_an_older_config_of_another_family_means_the_same(model_type: str, old: 
         ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min"),
         ({"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "solar_open", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "phimoe", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 2, "attention_chunk_size": None},
+            "attention_chunk_size",
+        ),
+        ({"model_type": "mistral4", "rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor"),
         ({"model_type": "nanochat", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
     ],
 )

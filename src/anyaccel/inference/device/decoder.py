@@ -155,7 +155,15 @@ class LayerRun:
             turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
             qkv = norm.normed(qkv)
-        return qkv[:, :q_count].view(len(qkv), a.heads, a.head_dim), qkv[:, q_count:]
+        return self._grown(qkv[:, :q_count].view(len(qkv), a.heads, a.head_dim), batch), qkv[:, q_count:]
+
+    def _grown(self, q_NHD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Queries with the factor of their positions."""
+        a = self.a
+        if not a.growth:
+            return q_NHD
+        times = (batch.positions + a.growth_first) // a.growth_from
+        return q_NHD * (1 + a.growth * torch.log1p(times.float())).to(q_NHD.dtype)[:, None, None]
 
     def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""
@@ -172,7 +180,8 @@ class LayerRun:
             turn(k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
         kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
         k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
-        return q_NHD, torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
+        row = torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
+        return self._grown(q_NHD, batch), row
 
 
 def _added(

@@ -132,6 +132,18 @@ def _entry(stack: torch.Tensor | Quantised, index: int) -> torch.Tensor:
     return stack.entry(index) if isinstance(stack, Quantised) else stack[index]
 
 
+def sparsemixer(moe: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and factors of the experts that are chosen one by one: see Moe in spec/decoder.py."""
+    left, chosen, factors = logits, [], []
+    for _ in range(moe.top_k):
+        best, number = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * moe.jitter
+        chosen.append(number)
+        factors.append(left.masked_fill(far, -math.inf).softmax(-1).gather(-1, number))
+        left = left.scatter(-1, number, -math.inf)
+    return torch.cat(chosen, -1), torch.cat(factors, -1) * moe.scale
+
+
 class Experts:
     """A mixture of experts. Few tokens gather the weights of theirs; many go through one expert after the other."""
 
@@ -165,12 +177,14 @@ class Experts:
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(self.shared_gate(x)).to(shared.dtype)
-        return y + shared
+        return torch.add(y, shared, alpha=self.moe.shared_scale)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and factors of the experts of each token."""
         moe = self.moe
         scores = self.router(x)
+        if moe.scoring == "sparsemixer":
+            return sparsemixer(moe, scores)
         # A softmax that is divided by the sum of the chosen ones is the softmax of these alone.
         late = moe.softmax_after or (self._by_scores and moe.scoring == "softmax" and moe.normalise)
         if moe.scoring == "softmax" and not late:
@@ -206,6 +220,9 @@ class Experts:
         flat = chosen.flatten()
         rows = x[:, None].expand(-1, each, -1).reshape(tokens * each, -1, 1)
         y = torch.bmm(rows_of(self.gate_up, flat), rows)[..., 0]
+        if self.moe.scale_input:
+            y = y * factors.to(y.dtype).view(-1, 1)
+            factors = torch.ones_like(factors)
         if self.gate_up_bias is not None:
             y = y + self.gate_up_bias.index_select(0, flat)
         features = activated(self.moe.expert, y)[..., None]
@@ -222,17 +239,20 @@ class Experts:
         counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
         token = order // each
         rows = x.index_select(0, token)
+        row_factors = factors.flatten().index_select(0, order).to(x.dtype)[:, None]
         parts = []
         first = 0
         for expert, count in enumerate(counts.tolist()):
             if count:
                 bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-                y = activated(
-                    self.moe.expert, F.linear(rows[first : first + count], _entry(self.gate_up, expert), bias)
-                )
+                y = F.linear(rows[first : first + count], _entry(self.gate_up, expert), bias)
+                if self.moe.scale_input:
+                    y = y * row_factors[first : first + count]
+                y = activated(self.moe.expert, y)
                 parts.append(
                     F.linear(y, _entry(self.down, expert), None if self.down_bias is None else self.down_bias[expert])
                 )
             first += count
-        y = torch.cat(parts) * factors.flatten().index_select(0, order).to(x.dtype)[:, None]
+        y = torch.cat(parts)
+        y = y if self.moe.scale_input else y * row_factors
         return torch.zeros_like(x).index_add_(0, token, y)

@@ -5,7 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, layer_norm, windows
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    MOST_EXPERTS,
+    attention,
+    decoder,
+    each_mlp,
+    gated,
+    layer_norm,
+    mixture,
+    rms,
+    windows,
+)
+from anyaccel.inference.families.deepseek import DEEPSEEK, shared_expert
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
     GGUF_LLAMA,
@@ -51,6 +64,46 @@ def cohere2(config: Config) -> DecoderSpec:
     return _cohere(config, each_window, [window > 0 for window in each_window], None)
 
 
+def cohere2_moe(config: Config) -> DecoderSpec:
+    """Layers without experts come first: they rotate, and have windows of a pattern of their own."""
+    if config.has("rms_norm_eps"):
+        norm = rms(config)
+    else:
+        norm = layer_norm(config, "layer_norm_eps", bias=False)
+    selection = config.text("expert_selection_fn", known=("softmax", "sigmoid"))
+    softmax = selection == "softmax"
+    shared = config.integer("num_shared_experts", minimum=0, maximum=MOST_EXPERTS)
+    strategy = config.text("shared_expert_combination_strategy", known=("sum", "average"))
+    factor = 0.5 if shared and strategy == "average" else 1.0
+    expert = gated(config)
+    moe = mixture(
+        config,
+        "num_experts",
+        expert,
+        scoring="none" if softmax else "sigmoid",
+        softmax_after=softmax,
+        normalise=not softmax and config.get_bool("norm_topk_prob"),
+        scale=factor,
+        shared=shared_expert(config, expert, "num_shared_experts") if shared else None,
+        shared_scale=factor,
+    )
+    given = "prefix_dense_intermediate_size"
+    dense = gated(config, features=given if config.has(given) else "intermediate_size")
+    first = config.integer_or("first_k_dense_replace", 0, minimum=0)
+    of_dense = config.integer("prefix_dense_sliding_window_pattern")
+    pattern = config.integer("sliding_window_pattern")
+    types = config.layer_types(
+        lambda index: bool((index + 1) % of_dense if index < first else (index - first + 1) % pattern)
+    )
+    layers = []
+    for window, mlp in zip(windows(config, types), each_mlp(config, moe, dense, first), strict=True):
+        turned = window > 0 or (mlp is dense and of_dense == 1)
+        heads = attention(config, rope=0 if turned else -1, window=window, bias=config.get_bool("attention_bias"))
+        layers.append(Layer(heads, mlp, attn_norm=norm, parallel=True))
+    ropes = (rope(config, config.head_dim, interleaved=True),)
+    return decoder(config, layers, norm, ropes, logits_scale=config.number("logit_scale"))
+
+
 COHERE_DEFAULTS = {
     **LLAMA_DEFAULTS,
     "vocab_size": 256000,
@@ -82,6 +135,25 @@ FAMILIES = {
         cohere2,
         LLAMA,
         {**COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "cohere2_moe": Family(
+        "Command-A MoE",
+        cohere2_moe,
+        DEEPSEEK,
+        {
+            **COHERE_DEFAULTS,
+            "head_dim": 128,
+            "rms_norm_eps": None,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "num_experts_per_tok": 2,
+            "num_experts": 8,
+            "num_shared_experts": 0,
+            "shared_expert_combination_strategy": "average",
+            "expert_selection_fn": "softmax",
+            "prefix_dense_sliding_window_pattern": 1,
+            "norm_topk_prob": True,
+        },
     ),
 }
 ARCHITECTURES = {

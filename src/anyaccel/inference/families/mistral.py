@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from anyaccel.inference.families.common import (
@@ -18,6 +19,13 @@ from anyaccel.inference.families.common import (
     rms,
     windows,
 )
+from anyaccel.inference.families.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK_ALIASES,
+    after_dense,
+    choice_by_bias,
+    latent_attention,
+)
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
     GGUF_ATTENTION,
@@ -30,8 +38,8 @@ from anyaccel.inference.families.gguf import (
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.inference.spec.mapping import stacked
-from anyaccel.validation import Fields
+from anyaccel.inference.spec.mapping import Unsupported, stacked
+from anyaccel.validation import Fields, short_repr
 
 
 def mistral(config: Config) -> DecoderSpec:
@@ -42,13 +50,38 @@ def ministral(config: Config) -> DecoderSpec:
     return llama_like(config, windows(config, config.layer_types(lambda index: True)))
 
 
+def _growth(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Attention: queries grow beyond the context of the pretraining."""
+    given = Fields(parameters, "config: rope_parameters: ")
+    growth = given.number("llama_4_scaling_beta", 0.0)
+    if not growth:
+        return {}
+    return {"growth": growth, "growth_from": given.get_int("original_max_position_embeddings", minimum=1)}
+
+
 def ministral3(config: Config) -> DecoderSpec:
-    """Mistral, whose queries grow beyond the context of the pretraining: that part is left out, and so forbidden."""
-    spec = llama_like(config, [config.window()] * config.layers)
-    parameters = Fields(rope_parameters(config), "config: rope_parameters: ")
-    if not parameters.number("llama_4_scaling_beta", 0.0):
-        return spec
-    return dataclasses.replace(spec, max_tokens=parameters.get_int("original_max_position_embeddings", minimum=1))
+    return llama_like(config, [config.window()] * config.layers, **_growth(rope_parameters(config)))
+
+
+def mistral4(config: Config) -> DecoderSpec:
+    """DeepSeek-V3's layers, with a softmax over all experts and queries that grow."""
+    parameters = rope_parameters(config)
+    rotated = config.size("qk_rope_head_dim")
+    whole = config.size("qk_nope_head_dim") + rotated
+    factor = Fields(parameters, "config: rope_parameters: ").number("partial_rotary_factor")
+    if factor != 1.0 and int(whole * factor) != rotated:
+        raise Unsupported(f"partial_rotary_factor={short_repr(factor)} for {rotated} of {whole} values")
+    parameters["partial_rotary_factor"] = 1.0
+    moe = replace(choice_by_bias(config), scoring="softmax", choice_bias=False)
+    heads = replace(latent_attention(config), **_growth(parameters))
+    turned = rope(
+        config,
+        rotated,
+        interleaved=config.get_bool("rope_interleave"),
+        first=config.size("qk_nope_head_dim"),
+        parameters=parameters,
+    )
+    return decoder(config, after_dense(config, heads, gated(config), moe), rms(config), (turned,))
 
 
 def mixtral(config: Config) -> DecoderSpec:
@@ -105,6 +138,45 @@ FAMILIES = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
+    ),
+    "mistral4": Family(
+        "Mistral 4",
+        mistral4,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 131072,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 36,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 1048576,
+            "rope_interleave": True,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        DEEPSEEK_ALIASES,
     ),
     "mixtral": Family(
         "Mixtral",

@@ -27,7 +27,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Far more than any model has: a damaged config must not ask for lists that fill the memory.
 MOST_LAYERS = 512
 _MOST_HEADS = 1 << 16  # also values of a head
@@ -102,17 +101,23 @@ class Config(Fields):
             return max(self.hidden // self.heads, 1)
         return self.integer("head_dim", maximum=_MOST_HEADS)
 
-    def layer_types(self, otherwise: Callable[[int], bool] = lambda index: False) -> list[str]:
-        """The config's `layer_types`; when it has none, those layers slide for whose index `otherwise` is true."""
+    def layer_types(
+        self, otherwise: Callable[[int], bool] = lambda index: False, local: str = "sliding_attention"
+    ) -> list[str]:
+        """The config's `layer_types`; when it has none, those layers are local for whose index `otherwise` is true.
+
+        Args:
+            local: what layers are called that do not see everything.
+        """
         given = self.items("layer_types") or [
-            "sliding_attention" if otherwise(index) else "full_attention" for index in range(self.layers)
+            local if otherwise(index) else "full_attention" for index in range(self.layers)
         ]
         if len(given) < self.layers:
             raise ModelError(f"config: {len(given)} layer_types for {self.layers} layers")
         types = [check_text(kind, f"config: layer_types[{index}]") for index, kind in enumerate(given[: self.layers])]
         types = [_OLD_LAYER_TYPES.get(kind, kind) for kind in types]
         for kind in types:
-            if kind not in _LAYER_TYPES:
+            if kind not in ("full_attention", local):
                 raise Unsupported(f"layer type {short_repr(kind)}")
         return types
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from anyaccel.inference.families.common import (
     LLAMA,
     LLAMA_DEFAULTS,
+    MOST_EXPERTS,
     QKV,
     attention,
     decoder,
@@ -19,9 +21,12 @@ from anyaccel.inference.families.common import (
 )
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import GGUF_MODULES, Architecture, Metadata, partial, rope_factors
+from anyaccel.inference.families.mistral import MIXTRAL
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
-from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Moe, Norm, QkNorm
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.validation import Fields, short_repr
 
 
 def phi3(config: Config) -> DecoderSpec:
@@ -46,6 +51,32 @@ def phi(config: Config) -> DecoderSpec:
     )
     ropes = (rope(config, config.head_dim, partial=True),)
     return decoder(config, [layer] * config.layers, norm, ropes, head_bias=True)
+
+
+def phimoe(config: Config) -> DecoderSpec:
+    """Experts are chosen one by one; longrope's factors of cosine and sine are the config's."""
+    norm = Norm("layer", config.number("rms_norm_eps", minimum=0.0), bias=True)
+    moe = Moe(
+        config.integer("num_local_experts", minimum=2, maximum=MOST_EXPERTS),
+        2,  # whatever the config says
+        gated(config),
+        scoring="sparsemixer",
+        normalise=False,
+        jitter=config.number("router_jitter_noise", minimum=0.0),
+    )
+    parameters = rope_parameters(config)
+    turned = rope(config, config.head_dim, parameters=parameters)
+    if parameters["rope_type"] == "longrope":
+        given = Fields(parameters, "config: rope_parameters: ")
+        turned = replace(turned, scale=given.number("short_mscale"), long_scale=given.number("long_mscale"))
+    elif parameters["rope_type"] != "default":
+        raise Unsupported(f"rope_type {short_repr(parameters['rope_type'])} in this family")
+    heads = attention(config, window=config.window(), bias=config.get_bool("attention_bias"))
+    layers = [pre_norm(norm, heads, moe)] * config.layers
+    return decoder(config, layers, norm, (turned,), head_bias=config.get_bool("lm_head_bias"))
+
+
+PHIMOE = MIXTRAL.but(router=["block_sparse_moe.gate", "mlp.router"])
 
 
 PHI3 = LLAMA.but(qkv="self_attn.qkv_proj", mlp__gate_up="mlp.gate_up_proj")
@@ -106,6 +137,23 @@ FAMILIES = {
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
+        },
+    ),
+    "phimoe": Family(
+        "Phi-3.5-MoE",
+        phimoe,
+        PHIMOE,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32064,
+            "intermediate_size": 6400,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 16,
+            "router_jitter_noise": 0.01,
         },
     ),
 }

@@ -22,7 +22,8 @@ def check_structure(model: nn.Module) -> None:
         Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or shapes of its own.
     """
     kind = type(model)
-    if kind not in _causal_lms(getattr(model, "config", None)):
+    config = getattr(model, "config", None)
+    if kind not in _causal_lms(config) and not _is_language_model(kind, config):
         raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})"
@@ -47,6 +48,12 @@ def _causal_lms(config: Any) -> tuple[type, ...]:
     except KeyError:
         return ()
     return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _is_language_model(kind: Any, config: Any) -> bool:
+    """Whether it is one that transformers has for models of several modalities only, as Mistral 4's."""
+    own = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("ForCausalLM")
+    return own and kind.config_class is type(config)
 
 
 def _as_configured(model: Any) -> nn.Module:

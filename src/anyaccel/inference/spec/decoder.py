@@ -92,6 +92,8 @@ class Attention:
         sinks: a learned logit a head takes part in the softmax.
         clip: queries, keys and values are clamped to -clip .. clip; 0: not.
         kv_copies: ranks that have the same KV heads as this one (tensor parallelism with more ranks than KV heads).
+        growth, growth_from, growth_first: queries are multiplied by
+            1 + growth * log(1 + floor((position + growth_first) / growth_from)), growth 0: not (Llama 4's temperature).
     """
 
     heads: int
@@ -111,6 +113,9 @@ class Attention:
     qk_norm: QkNorm | None = None
     mla: Mla | None = None
     kv_copies: int = 1
+    growth: float = 0.0
+    growth_from: int = 0
+    growth_first: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,19 +134,23 @@ class Moe:
     """Mixture of experts; every expert is an Mlp of `expert`.
 
     Attributes:
-        scoring: of the router's logits before the choice.
+        scoring: of the router's logits before the choice. "sparsemixer" (Phi-3.5-MoE): experts are chosen one by one,
+            each scored by a softmax over those which are left and not more than 2 * jitter below the best of these,
+            relative to it.
         normalise: chosen scores are divided by their sum (with "softmax" scoring: Mixtral, Qwen3-MoE's norm_topk_prob).
         softmax_after: softmax over the chosen logits only (GPT-OSS).
         scale: the chosen scores are multiplied by it (DeepSeek routed_scaling_factor).
         groups, top_groups: experts are chosen from the best groups only; group_score "max" (V2) or "top2" (V3).
         router_bias: a bias on the router's logits. choice_bias: added for the choice only (V3 e_score_correction_bias).
-        shared: an Mlp that every token goes through; shared_gate: times the sigmoid of a linear (Qwen2-MoE).
+        shared: an Mlp that every token goes through; shared_gate: times the sigmoid of a linear (Qwen2-MoE);
+            shared_scale: times this.
+        scale_input: an expert's input is multiplied by its score, not its result (Llama 4).
     """
 
     experts: int
     top_k: int
     expert: Mlp
-    scoring: Literal["softmax", "sigmoid", "none"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparsemixer", "none"] = "softmax"
     normalise: bool = True
     softmax_after: bool = False
     scale: float = 1.0
@@ -152,6 +161,9 @@ class Moe:
     choice_bias: bool = False
     shared: Mlp | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
+    scale_input: bool = False
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)
