@@ -109,14 +109,18 @@ test: ready ## lint, the native tests, in short those of arm64 with qemu, and th
 	$(PYTEST) -m "not slow"
 
 test-machines: $(STAMP)-dev $(STAMP)-build machines-tools ## machines of many shapes, booted with qemu: bindings, memory and limits there
-	ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 0
+	$(TEST_MACHINES)
 
-machines-tools:
+# Two machines at a time; all cases of one run in one process.
+TEST_MACHINES := ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 2 --dist loadgroup
+
+machines-tools: $(STAMP)-demo
 	@tools/install_test_tools.sh machines
+	@tools/arm64_package.sh _native
 
 test-all: ready bench-peers sanitize test-arm64 test-cross arm64-package machines-tools ## lint, the native tests with and without sanitizers and for other machines, and every test
 	$(PYTEST) --ignore tests/machines
-	ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 0
+	$(TEST_MACHINES)
 
 check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)
 	@$(BIN)/python tools/check.py $(addprefix --base ,$(BASE))

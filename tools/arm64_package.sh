@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # The package for arm64, to be run with qemu: build/cross/python/site/anyaccel, beside what `anyaccel generate` imports,
 # for the Python of tools/arm64_python.sh. Where the compiler, qemu or Debian's packages cannot be had it says so.
+# With an argument, `_native`: only that module, which jobs on machines need (tests/machines).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+modules=${*:-_native _llm}
 tools/install_test_tools.sh cross aarch64
 for program in aarch64-linux-gnu-g++ qemu-aarch64; do
   if ! command -v "$program" >/dev/null; then
@@ -25,7 +27,8 @@ folder=build/cross/aarch64 # where the native tests are built too
   -DCMAKE_TOOLCHAIN_FILE="$PWD/tools/cross.cmake" -DANYACCEL_CROSS=aarch64 -DSKBUILD=ON \
   -DPython_EXECUTABLE="$bin/python" -DPython_INCLUDE_DIR="$python/root/usr/include/python3.11" \
   -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" >/dev/null
-MAKEFLAGS='' "$bin/cmake" --build "$folder" --target _native _llm -- --quiet
+# shellcheck disable=SC2086
+MAKEFLAGS='' "$bin/cmake" --build "$folder" --target $modules -- --quiet
 rm -rf "$python/site/anyaccel"
 cp -r src/anyaccel "$python/site/"
-for module in _native _llm; do cp "$folder/$module".*.so "$python/site/anyaccel/$module.so"; done
+for module in $modules; do cp "$folder/$module".*.so "$python/site/anyaccel/$module.so"; done

@@ -10,29 +10,10 @@ folder=$(mkdir -p "$1" && cd "$1" && pwd)
 python=3.11 # Debian 12's
 own=${PYTHON:-.venv/bin/python} # whose pip gets the wheels
 if [ -e "$folder/complete" ]; then exit 0; fi
-if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
-  echo "arm64_python: the packages are Debian's, and this machine has no apt-get" >&2
-  exit 1
-fi
-
-apt=$folder/apt
-mkdir -p "$apt/state/lists/partial" "$apt/cache/archives/partial" "$apt/packages" "$folder/root" "$folder/site"
-touch "$apt/state/status"
-cat >"$apt/conf" <<CONF
-APT::Architecture "arm64";
-APT::Architectures { "arm64"; };
-APT::Sandbox::User "root";
-Dir::State "$apt/state";
-Dir::State::status "$apt/state/status";
-Dir::Cache "$apt/cache";
-CONF
-export APT_CONFIG=$apt/conf
-apt-get -qq update
-(cd "$apt/packages" && apt-get -qq download "python$python-minimal" "libpython$python-minimal" \
-  "libpython$python-stdlib" "libpython$python-dev" libc6 libexpat1 zlib1g libffi8 libssl3 libbz2-1.0 liblzma5 \
-  libsqlite3-0 libstdc++6 libgcc-s1 libuuid1 libcrypt1)
-for package in "$apt"/packages/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
-rm -rf "$apt"
+mkdir -p "$folder/root" "$folder/site"
+tools/arm64_root.sh "$folder/root" "python$python-minimal" "libpython$python-minimal" "libpython$python-stdlib" \
+  "libpython$python-dev" libc6 libexpat1 zlib1g libffi8 libssl3 libbz2-1.0 liblzma5 libsqlite3-0 libstdc++6 libgcc-s1 \
+  libuuid1 libcrypt1
 # Where Debian's pyconfig.h looks for the one of its machine.
 ln -sfn ../aarch64-linux-gnu "$folder/root/usr/include/python$python/aarch64-linux-gnu"
 

@@ -35,7 +35,8 @@ fi
 
 if [ "${1:-}" = machines ]; then
   what="tests of machines that boot"
-  wanted="qemu-system-x86_64:qemu-system-x86 busybox:busybox-static cpio:cpio depmod:kmod numactl:numactl
+  wanted="qemu-system-x86_64:qemu-system-x86 qemu-system-aarch64:qemu-system-arm fdtput:device-tree-compiler
+    busybox:busybox-static cpio:cpio depmod:kmod numactl:numactl
     lstopo-no-graphics:hwloc-nox mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich ip:iproute2 sshd:openssh-server"
 fi
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import GUEST, Machine, Result
+from architecture import GUEST
+from machine import Machine, Result
 
 WHERE = GUEST / "where.py"
 COMMAND = Path(sys.executable).parent / "anyaccel"

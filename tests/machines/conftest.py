@@ -15,13 +15,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from machine import Machine, Missing
+from architecture import Missing
+from machine import Machine
 from shapes import SHAPES
 
 _BY_NAME = {shape.name: shape for shape in SHAPES}
 _outcomes: dict[tuple[str, str, str], Counter[str]] = {}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -29,7 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            item.user_properties.append(("machine", params.get("machine", "three hosts")))
+            name = params.get("machine", "three hosts")
+            item.user_properties.append(("machine", name))
+            item.add_marker(pytest.mark.xdist_group(str(name)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -40,9 +44,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _outcomes.setdefault(case, Counter())[report.outcome] += 1
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Put what was run beside what the file of results has; tools/pages.py makes a table of docs/support.md of it."""
-    if not (_outcomes and "ANYACCEL_MACHINE_RESULTS" in os.environ):
+    of_worker = hasattr(session.config, "workerinput")  # of pytest-xdist, which sends its outcomes to the first process
+    if of_worker or not (_outcomes and "ANYACCEL_MACHINE_RESULTS" in os.environ):
         return
     path = Path(os.environ["ANYACCEL_MACHINE_RESULTS"])
     there = {

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,17 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from architecture import GUEST, X86, Missing, find_program
 from shapes import Shape
 
-GUEST = Path(__file__).parent / "guest"
-REPOSITORY = Path(__file__).parent.parent.parent
-_MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "virtio_net", "sch_netem")
-_PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "cpio": "cpio", "depmod": "kmod"}
 _SECONDS_TO_BOOT = 600  # 64 processors in software, with other work beside; eight take ten seconds
-
-
-class Missing(Exception):
-    """What is needed to boot a machine, and cannot be had."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +46,20 @@ class Machine:
 
     def __init__(self, shape: Shape, network: Sequence[str] = (), name: str = "") -> None:
         self.shape = shape
-        kernel, ramdisk = boot_files()
+        boot = shape.architecture.boot()
+        self._env = boot.env
         self._folder = tempfile.TemporaryDirectory(prefix="anyaccel-machine-")
         folder = Path(self._folder.name)
         agent, monitor = str(folder / "agent"), str(folder / "monitor")
         self._log = folder / "console"
         words = (
-            f"console=ttyS0 quiet panic=1 tsc=reliable nowatchdog python={sys.executable}"
-            f" agent={GUEST / 'agent.py'} name={name or shape.name}"
+            f"console={shape.architecture.console} quiet panic=1 tsc=reliable nowatchdog root={boot.root}"
+            f" share={','.join(map(str, boot.share))} python={boot.python} agent={GUEST / 'agent.py'}"
+            f" name={name or shape.name}"
         )
-        command = ["qemu-system-x86_64", *_processor(shape), *shape.arguments(), "-nographic", "-no-reboot"]
-        command += ["-kernel", str(kernel), "-initrd", str(ramdisk), "-append", words, *(network or ("-nic", "none"))]
+        command = [shape.architecture.qemu[0], *_processor(shape), *shape.arguments(), "-nographic", "-no-reboot"]
+        command += ["-kernel", str(boot.kernel), "-initrd", str(boot.ramdisk), "-append", words]
+        command += [*(network or ("-nic", "none")), *_device_tree(shape, command, folder)]
         command += ["-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"]
         command += ["-chardev", f"socket,id=agent,path={agent},server=on,wait=off", "-device", "virtio-serial-pci"]
         command += ["-device", "virtserialport,chardev=agent,name=agent", "-qmp", f"unix:{monitor},server=on,wait=off"]
@@ -85,8 +80,17 @@ class Machine:
             self.close()
             raise
         threading.Thread(target=self._read, daemon=True).start()
+        if boot.python != sys.executable:
+            self._stand_in_for_the_environment(boot.python)
         for each in shape.before:
             self.check(["sh", "-c", each])
+
+    def _stand_in_for_the_environment(self, python: str) -> None:
+        """Programs at the paths of those that the tests run with, for the machine's own Python."""
+        script = 'mkdir -p "$0" && cd "$0" && printf "#!/bin/sh\\nexec %s \\"\\$@\\"\\n" "$1" > "$2" && chmod +x "$2"'
+        folder = str(Path(sys.executable).parent)
+        for name, words in ((Path(sys.executable).name, python), ("anyaccel", f"{python} -m anyaccel")):
+            self.check(["sh", "-c", script, folder, words, name])
 
     def _connect(self, path: str) -> socket.socket:
         until = time.monotonic() + _SECONDS_TO_BOOT
@@ -141,7 +145,7 @@ class Machine:
         request = {
             "number": number,
             "command": [str(word) for word in command],
-            "env": dict(env or {}),
+            "env": {**self._env, **(env or {})},
             "folder": str(folder),
             "seconds": seconds,
         }
@@ -229,9 +233,25 @@ class Running:
 
 
 def _processor(shape: Shape) -> list[str]:
-    if accelerated():
+    if accelerated() and shape.architecture is X86:
         return ["-accel", "kvm", "-cpu", shape.model or "host"]
-    return ["-accel", "tcg,thread=multi", "-cpu", shape.model or "max"]
+    return ["-accel", "tcg,thread=multi", "-cpu", shape.model or shape.architecture.processor]
+
+
+def _device_tree(shape: Shape, command: Sequence[str], folder: Path) -> list[str]:
+    """Where cores have capacities: the device tree of the machine that the command starts, with them in it."""
+    if not shape.capacities:
+        return []
+    if not find_program("fdtput"):
+        raise Missing("a machine whose cores have capacities needs: apt-get install device-tree-compiler")
+    tree = folder / "tree"
+    at = command.index("-machine") + 1
+    dump = [*command[:at], f"{command[at]},dumpdtb={tree}", *command[at + 1 :]]
+    subprocess.run(dump, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    for cpu, capacity in enumerate(shape.capacities):
+        put = ["fdtput", "-t", "i", str(tree), f"/cpus/cpu@{cpu}", "capacity-dmips-mhz", str(capacity)]
+        subprocess.run(put, check=True)
+    return ["-dtb", str(tree)]
 
 
 @functools.cache
@@ -239,69 +259,3 @@ def accelerated() -> bool:
     """Whether the processor helps; else all is emulated, some twenty times slower."""
     words = set(Path("/proc/cpuinfo").read_text().split())
     return os.access("/dev/kvm", os.R_OK | os.W_OK) and bool(words & {"vmx", "svm"})
-
-
-@functools.cache
-def boot_files() -> tuple[Path, Path]:
-    """Debian's kernel, and the memory disk that it starts with; kept in the user's cache folder.
-
-    Raises:
-        Missing: a program or the kernel's package.
-    """
-    missing = [package for program, package in _PROGRAMS.items() if not _program(program)]
-    if missing:
-        raise Missing(f"booting machines needs: apt-get install {' '.join(missing)}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "anyaccel-tests" / "machine"
-    cache.mkdir(parents=True, exist_ok=True)
-    if not list(cache.glob("kernel/boot/vmlinuz-*")):
-        _fetch_kernel(cache)
-    (kernel,) = cache.glob("kernel/boot/vmlinuz-*")
-    return kernel, _make_ramdisk(cache)
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _fetch_kernel(cache: Path) -> None:
-    shown = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], capture_output=True, text=True).stdout
-    names = [line.split()[-1] for line in shown.splitlines() if "Depends:" in line]
-    if not names:
-        raise Missing("booting machines needs Debian's package linux-image-amd64, of which apt knows nothing")
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        for command in (["apt-get", "download", "-q", names[0]], ["sh", "-c", "dpkg -x *.deb kernel"]):
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            if done.returncode:
-                raise Missing(f"booting machines needs Debian's package {names[0]}: {done.stderr.strip()}")
-        (Path(folder) / "kernel").replace(cache / "kernel")
-
-
-def _make_ramdisk(cache: Path) -> Path:
-    (release,) = (cache / "kernel" / "lib" / "modules").iterdir()
-    made = cache / "ramdisk"
-    newest = max(path.stat().st_mtime for path in (GUEST / "init", Path(__file__)))
-    if made.exists() and made.stat().st_mtime > newest:
-        return made
-    depmod = str(_program("depmod"))
-    subprocess.run([depmod, "-b", str(cache / "kernel"), release.name], check=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        root = Path(folder) / "root"
-        for name in ("bin", "modules", "proc", "sys", "dev", "lower", "new"):
-            (root / name).mkdir(parents=True)
-        shutil.copy(str(_program("busybox")), root / "bin" / "busybox")
-        shutil.copy(GUEST / "init", root / "init")
-        (root / "init").chmod(0o755)
-        order: dict[str, None] = {}
-        for module in _MODULES:
-            command = [str(_program("modprobe")), "-d", str(cache / "kernel"), "-S", release.name]
-            shown = subprocess.run([*command, "--show-depends", module], capture_output=True, text=True, check=True)
-            for line in shown.stdout.splitlines():
-                if line.startswith("insmod"):
-                    file = Path(line.split()[1])
-                    shutil.copy(file, root / "modules" / file.name)
-                    order[file.name] = None
-        (root / "modules" / "order").write_text("\n".join(order) + "\n")
-        pack = f"cd {root} && find . | cpio -o -H newc --quiet | gzip -1 > {folder}/ramdisk"
-        subprocess.run(["sh", "-c", pack], check=True)
-        (Path(folder) / "ramdisk").replace(made)
-    return made

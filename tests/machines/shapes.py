@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from architecture import ARM64, X86, Architecture
+
 
 @dataclass(frozen=True)
 class Node:
@@ -36,6 +38,7 @@ class Shape:
         distances: of nodes that are not 20 from each other.
         model: a processor of qemu's; "": the host's own.
         before: shell commands that are run after the boot.
+        capacities: of the cores, as an arm64 device tree says them; empty: none.
     """
 
     name: str
@@ -45,11 +48,13 @@ class Shape:
     model: str = ""
     before: tuple[str, ...] = ()
     megabytes: int = 3072
+    architecture: Architecture = X86
+    capacities: tuple[int, ...] = ()
 
     def arguments(self) -> list[str]:
         """qemu's, but for those of the processor and the devices."""
         hmat = any(node.bandwidth for node in self.nodes)
-        found = ["-machine", f"q35{',hmat=on' if hmat else ''}", "-smp", self.smp]
+        found = ["-machine", f"{self.architecture.machine}{',hmat=on' if hmat else ''}", "-smp", self.smp]
         found += ["-m", f"{sum(node.megabytes for node in self.nodes) or self.megabytes}M"]
         for number, node in enumerate(self.nodes):
             numa = f"node,nodeid={number}"
@@ -140,4 +145,12 @@ SHAPES = (
     ),
     Shape("core-complexes", "16,sockets=1,dies=4,cores=4", _even(1, 16, 1, 3072), model="max,+topoext"),
     Shape("many-cpus", "64,sockets=2,cores=32", _even(2, 32, 4, 1024)),
+    Shape("arm64", "8,sockets=2,cores=4", _even(2, 4, 2, 1536), model="neoverse-n1", architecture=ARM64),
+    Shape(
+        "arm64-capacities",
+        "6,sockets=1,clusters=2,cores=3",
+        model="cortex-a72",
+        architecture=ARM64,
+        capacities=(446, 446, 446, 1024, 1024, 1024),
+    ),
 )

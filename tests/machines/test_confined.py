@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from architecture import GUEST
 from binding import COMMAND, WHERE, check, on, plan, ranks
-from machine import GUEST, Machine
+from machine import Machine
 
 BIND = ("--bind_cores_to_rank",)
 TWO = (*BIND, "--num_accelerators", "2")

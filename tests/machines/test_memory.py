@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from architecture import GUEST
 from binding import COMMAND, WHERE, on
-from machine import GUEST, Machine, Running
+from machine import Machine, Running
 
 PROMPT = "The history of computing begins"
 GENERATE = (COMMAND, "generate", PROMPT, "--max-new-tokens", "6")

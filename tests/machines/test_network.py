@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from architecture import Missing
 from binding import WHERE
 from hosts import Hosts
-from machine import Missing, Result, Running
+from machine import Result, Running
 
 BIND = "--bind_cores_to_rank"
 ANSWER = ("generate", "The history of computing", "--json", "-q", "--max-new-tokens", "3")

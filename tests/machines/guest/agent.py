@@ -49,8 +49,10 @@ def _answer(port: Any, request: dict[str, Any]) -> None:
         answer = _run(request)
     except OSError as error:
         answer = {"status": 127, "out": "", "err": str(error)}
+    line = json.dumps({"number": request["number"], **answer}).encode() + b"\n"
     with _lock:
-        port.write(json.dumps({"number": request["number"], **answer}).encode() + b"\n")
+        while line:  # the port takes a part of a long line
+            line = line[port.write(line) :]
 
 
 def main() -> None:
