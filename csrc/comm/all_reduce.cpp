@@ -8,9 +8,10 @@
 namespace anyaccel::comm {
 namespace {
 
-// While a rank reads at most this many bytes from its peers, every rank reduces everything, which reads more but needs
-// one synchronisation instead of two.
-constexpr size_t kSmallBytes = 64 << 10;
+// Every rank reduces everything while a rank reads at most so many bytes from its peers in all, and at most so many
+// more than where each reduces a part for all: a synchronisation more would cost as much as reading these does.
+// tools/model_collectives.py has the model; two ranks read the same number of bytes either way.
+constexpr size_t kSmallBytes = 64 << 10, kMoreBytes = 16 << 10;
 // Symmetric tensors are reduced and written to all ranks in blocks that fit into the L1 cache.
 constexpr size_t kSymmetricBlock = 8 << 10;
 
@@ -93,7 +94,9 @@ bool ShmGroup::same_placement() const {
 }
 
 bool ShmGroup::is_small(size_t bytes) const {
-  return bytes * static_cast<size_t>(size_ - 1) <= kSmallBytes && bytes <= buffer_bytes_;
+  const size_t peers = static_cast<size_t>(size_ - 1);
+  const size_t all = bytes * peers, parts = 2 * all / static_cast<size_t>(size_);
+  return all <= kSmallBytes && all - std::min(all, parts) <= kMoreBytes && bytes <= buffer_bytes_;
 }
 
 bool ShmGroup::all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn fn) {

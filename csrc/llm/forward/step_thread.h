@@ -72,6 +72,7 @@ class StepThread {
   }
   // Waits for all threads, then exchanges deltas among ranks: after it, the deltas of all of them can be read.
   void exchange(Work kind, const ParallelRanks::Parts& parts) noexcept;
+  void await_ranks(unsigned turn, const ParallelRanks::Parts& parts) noexcept;
   void mark(Work kind) noexcept {
     if (thread_ == 0) forward_.profile_.mark(kind);
   }
@@ -83,6 +84,13 @@ class StepThread {
   void multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept;
   Range rows_of(const Shape& shape) const noexcept;
   float* delta(int which) noexcept;
+  int pending_rows() const noexcept;
+  const float* pending_row(int index, int64_t t) const noexcept;
+  const float* normed_pending(int64_t t) noexcept;
+  void add_pending(int64_t t, float* row, int count) noexcept;
+  bool divides_rows() const noexcept;
+  int owner_of(int64_t t) const noexcept;
+  void add_rows_for_all() noexcept;
   void pend(int count, const Norm& post, float scale) noexcept;
 
   Forward& forward_;

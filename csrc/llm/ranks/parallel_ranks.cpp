@@ -200,7 +200,7 @@ uint8_t* ParallelRanks::encoded(int rank, unsigned turn) const {
 }
 
 void ParallelRanks::exchange(unsigned turn, const Parts& parts) {
-  if (here_.size() == hosts_.size()) return group_.barrier();
+  if (on_one_host()) return group_.barrier();
   if (encodes(parts)) encode_own(turn, parts);
   if (is_leader()) return exchange_as_leader(turn, parts);
   group_.barrier();

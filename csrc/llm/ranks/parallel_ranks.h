@@ -64,6 +64,7 @@ class ParallelRanks {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  bool on_one_host() const { return here_.size() == hosts_.size(); }
   const Header& header(int rank) const { return headers_[static_cast<size_t>(rank)]; }
   size_t slot_floats() const { return slot_floats_; }
   float* slot(int rank, unsigned turn) const;
