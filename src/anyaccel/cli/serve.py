@@ -29,6 +29,7 @@ from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
 from anyaccel.serve.listening import ServerSettings
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from anyaccel.serve.requests.tools.formats import FORMATS
 from anyaccel.terminal import marked
 
@@ -123,6 +124,12 @@ def build_parser() -> Parser:
         choices=("auto", *FORMATS),
         default="auto",
         help="format of tool calls (default: by the chat template)",
+    )
+    add(
+        "--reasoning-format",
+        choices=("auto", "none", *REASONING_FORMATS),
+        default="auto",
+        help="format of the model's thoughts; none: they stay in the text (default: by the chat template)",
     )
     add("--pooling", choices=("mean", "last"), default="mean", help="pooling of embeddings (default: mean)")
     add("--no-page", action="store_true", help="serve no chat page at /")
@@ -248,7 +255,8 @@ def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defau
         *names_of(options),
         root=Path(options.model).name,
         pooling=options.pooling,
-        tool_format=FORMATS.get(options.tool_format),
+        tool_format=FORMATS.get(options.tool_format, "auto"),
+        reasoning="auto" if options.reasoning_format == "auto" else REASONING_FORMATS.get(options.reasoning_format),
         defaults=defaults,
     )
 

@@ -16,21 +16,23 @@ from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.interface import Grammar, GrammarError
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
 from anyaccel.serve.json_schema import find_problem, prepare
-from anyaccel.serve.requests.structured import (
-    answer_grammar,
-    call_array_schema,
-    parameter_grammars,
-    required_calls,
-    schema_grammar,
-)
-from anyaccel.serve.requests.tools.format import ParsedCall
+from anyaccel.serve.protocol.errors import ApiError
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS, ReasoningFormat
+from anyaccel.serve.requests.structured import answer_grammar, callable_functions, schema_grammar
 from anyaccel.serve.requests.tools.formats import FORMATS
-from anyaccel.serve.requests.tools.parser import ToolCallParser
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat, post
+from tool_cases import WRITTEN
 
 llguidance = pytest.importorskip("llguidance")
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+THINK = REASONING_FORMATS["think"]
+HARMONY = REASONING_FORMATS["harmony"]
+MARKS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "</parameter>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<seed:tool_call>", "</seed:tool_call>",
+    "<|tool_call_begin|>", "<|tool_call_end|>", "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>", "<|channel|>",
+    "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", '<|"|>', "<escape>", "<|START_ACTION|>", "<|/tool_call|>",
+]  # fmt: skip
 
 
 class Text:
@@ -102,50 +104,139 @@ FORMAT = schema_grammar(
     {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, "response_format"
 )
 
-CALLS = {
-    "hermes": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
-        '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>',
-    ),
-    "llama3": (
-        '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo"}}',
-        '{"name": "weather", "parameters": {"town": "Oslo"}}',
-    ),
-    "mistral": (
-        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]',
-        '[TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Oslo"}}]',
-    ),
+DETAILS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/D"},
+        "unit": {"enum": ["C", "F"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city", "days"],
+    "$defs": {"D": {"type": "integer"}},
 }
+
+
+def calls_of(form: str, *functions: Any, wanted: Grammar | None = None, several: bool = False, **more: Any) -> Any:
+    """The grammar of answers that call these functions, or are what is wanted."""
+
+    def make(taker: Taker) -> Grammar:
+        found = answer_grammar(
+            wanted,
+            taker.text.token_of,
+            form=FORMATS[form],
+            functions=callable_functions(functions),
+            several=several,
+            **more,
+        )
+        assert found is not None
+        return found
+
+    return make
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("thoughts", [None, False, True])
 def test_tools_can_be_called_beside_a_format(taker: Taker, form: str, thoughts: bool | None) -> None:
-    grammar = answer_grammar(FORMAT, thoughts, taker.text.token_of, FORMATS[form], [WEATHER, CLOCK])
-    right, wrong = CALLS[form]
-    begin = "Hm, {1}.</think>\n\n" if thoughts else ""
-    for text, fits in (('{"x": 1}', True), ('{"y": 1}', False), ("Hello", False), (right, True), (wrong, False)):
+    mark = FORMATS[form].is_messages
+    think: ReasoningFormat | None = HARMONY if mark else THINK
+    more = {} if thoughts is None else {"thoughts": think, "is_open": thoughts}
+    grammar = calls_of(form, WEATHER, CLOCK, wanted=FORMAT, **more)(taker)
+    right = WRITTEN[form][0].removesuffix("<|call|>")  # a token that ends the answer
+    assert think is not None
+    end = f"Hm, {{1}}.{think.end[0]}{think.after}" + ("" if mark else "\n\n")
+    begin = end if thoughts else ""
+    answer = think.answer[0] if mark and more else ""
+    for text, fits in (
+        (f'{answer}{{"x": 1}}', True),
+        (f'{answer}{{"y": 1}}', False),
+        ("Hello", False),
+        (right, True),
+        (right.replace("city", "town"), False),
+        (right.replace("weather", "wether"), False),
+    ):
         assert taker.fits(grammar, begin + text) == fits, text
     if not thoughts:
-        assert taker.fits(grammar, f"<think>Hm, {{1}}.</think>\n\n{right}") == (thoughts is False)
-    # What fits is what the parser of answers reads.
-    content, calls = ToolCallParser(FORMATS[form], ("weather", "clock")).add(right, True)
-    assert (content, calls) == ("", [ParsedCall("weather", '{"city": "Oslo"}')])
-
-
-def test_mistrals_newer_calls(taker: Taker) -> None:
-    grammar = answer_grammar(FORMAT, None, taker.text.token_of, FORMATS["mistral"], [WEATHER, CLOCK])
-    assert taker.fits(grammar, '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]clock{}')
-    assert not taker.fits(grammar, '[TOOL_CALLS]clock[ARGS]{"city": "Oslo"}')
+        assert taker.fits(grammar, f"{think.begin[0]}{end}{right}") == (thoughts is False)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_several_calls_or_one(taker: Taker, form: str) -> None:
-    one = CALLS[form][0]
-    two = one + ("; " if form == "llama3" else "\n" if form == "hermes" else "") + one
-    for several in (True, False):
-        grammar = answer_grammar(FORMAT, None, taker.text.token_of, FORMATS[form], [WEATHER], several)
-        assert taker.fits(grammar, one) and taker.fits(grammar, two) == several
+def test_calls_that_are_required(taker: Taker, form: str) -> None:
+    one, two = (text.replace("<|call|>", "") for text in WRITTEN[form])
+    grammar = calls_of(form, WEATHER, CLOCK)(taker)
+    assert taker.fits(grammar, one) and not taker.fits(grammar, "Hello") and not taker.fits(grammar, two)
+    if form not in ("harmony", "phi-4"):  # a call ends an answer; the other form is of another version
+        assert taker.fits(calls_of(form, WEATHER, CLOCK, several=True)(taker), two)
+    # Only the function that is named.
+    assert not taker.fits(calls_of(form, CLOCK)(taker), one)
+
+
+_DETAILED = {
+    "qwen3-coder": "<function=weather>\n<parameter=city>\na\n<b>\n</parameter>\n<parameter=days>\n{}\n</parameter>\n"
+    '<parameter=unit>\nC\n</parameter>\n<parameter=tags>\n["x"]\n</parameter>\n</function>',
+    "glm-4.5": "<tool_call>weather<arg_key>city</arg_key><arg_value>a\n<b></arg_value><arg_key>days</arg_key>"
+    '<arg_value>{}</arg_value><arg_key>unit</arg_key><arg_value>C</arg_value><arg_key>tags</arg_key><arg_value>["x"]</arg_value>'
+    "</tool_call>",
+    "gemma": "<start_function_call>call:weather{{city:<escape>a\n<b><escape>,days:{},unit:<escape>C<escape>,"
+    "tags:[<escape>x<escape>]}}<end_function_call>",
+    "pythonic": '[weather(city="a\\n<b>", days={}, unit="C", tags=["x"])]',
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{{"city": "a\\n<b>", "days": {}, "unit": "C", "tags": ["x"]}}<|tool_call_end|><|tool_calls_section_end|>',
+}
+
+
+@pytest.mark.parametrize("form", _DETAILED)
+def test_arguments_fit_their_schema_in_each_kind_of_format(taker: Taker, form: str) -> None:
+    grammar = calls_of(form, tool("weather", DETAILS))(taker)
+    right = _DETAILED[form].format("3")
+    assert taker.fits(grammar, right)
+    assert not taker.fits(grammar, _DETAILED[form].format('"x"')) and not taker.fits(grammar, right.replace("C", "K"))
+    # What is not required may be missing, and nothing may be that the schema has not.
+    optional = calls_of(form, tool("weather", {**DETAILS, "required": []}))(taker)
+    assert taker.fits(optional, right)
+    for name in DETAILS["properties"]:
+        fewer = {key: value for key, value in DETAILS["properties"].items() if key != name}
+        assert not taker.fits(calls_of(form, tool("weather", {**DETAILS, "properties": fewer}))(taker), right)
+
+
+@pytest.mark.parametrize("thoughts", [False, True])
+def test_thoughts_have_a_budget(taker: Taker, thoughts: bool) -> None:
+    def grammar(budget: int, **more: Any) -> Grammar:
+        found = answer_grammar(
+            more.pop("wanted", None), taker.text.token_of, thoughts=THINK, is_open=thoughts, budget=budget, **more
+        )
+        assert found is not None
+        return found
+
+    if taker.text.token_of("</think>") is None:
+        with pytest.raises(ApiError, match="no token for </think>"):
+            grammar(3)
+        return
+    begin = "" if thoughts else "<think>"
+    for budget, text, fits in (
+        (3, "abc</think>Yes.<tool_call>", True),
+        (3, "</think>", True),
+        (3, "abcd</think>Yes.", False),
+        (0, "</think>Yes.", True),
+        (0, "a</think>Yes.", False),
+    ):
+        assert taker.fits(grammar(budget), begin + text) == fits, text
+    assert thoughts or taker.fits(grammar(0), "Yes.")
+    assert taker.fits(grammar(3, wanted=FORMAT), f'{begin}abc</think>\n{{"x": 1}}')
+    assert not taker.fits(grammar(3, wanted=FORMAT), f'{begin}abcd</think>\n{{"x": 1}}')
+
+
+def test_marks_around_an_answer_are_allowed(taker: Taker) -> None:
+    grammar = answer_grammar(FORMAT, taker.text.token_of, thoughts=REASONING_FORMATS["hunyuan"])
+    assert grammar is not None
+    for text in ('{"x": 1}', '<answer>\n{"x": 1}\n</answer>', '<think>Hm.</think>\n<answer>{"x": 1}</answer>'):
+        assert taker.fits(grammar, text)
+
+
+def test_mistrals_newer_calls(taker: Taker) -> None:
+    grammar = calls_of("mistral", WEATHER, CLOCK, wanted=FORMAT, several=True)(taker)
+    assert taker.fits(grammar, '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]clock{}')
+    assert not taker.fits(grammar, '[TOOL_CALLS]clock[ARGS]{"city": "Oslo"}')
 
 
 def test_any_kind_of_format_stands_beside_calls(taker: Taker) -> None:
@@ -154,35 +245,47 @@ def test_any_kind_of_format_stands_beside_calls(taker: Taker) -> None:
         (Grammar("lark", "start: word\nword: /q+/"), "qq"),
         (Grammar("json_object"), '{"a": [1]}'),
     ):
-        grammar = answer_grammar(wanted, False, taker.text.token_of, FORMATS["hermes"], [CLOCK])
+        grammar = calls_of("hermes", CLOCK, wanted=wanted, thoughts=THINK)(taker)
         assert taker.fits(grammar, text) and taker.fits(grammar, f"<think>x</think>\n{text}")
         assert taker.fits(grammar, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
         assert not taker.fits(grammar, f"{text}!")
 
 
-def test_parameters_point_to_their_own_definitions(plain: Taker) -> None:
+@pytest.mark.parametrize("form", ["nemotron", "hermes", "gemma", "qwen3-coder", "pythonic"])
+def test_parameters_point_to_their_own_definitions(plain: Taker, form: str) -> None:
     def sided(name: str, side: str) -> dict[str, Any]:
         node = {"type": "object", "properties": {"next": {"$ref": "#"}, "side": {"$ref": "#/$defs/Side"}}}
         return tool(name, {**node, "$defs": {"Side": {"enum": [side]}}})
 
-    def call(name: str, side: str) -> dict[str, Any]:
-        return {"name": name, "parameters": {"next": {"side": side}}}
-
-    def fits(tools: list[Any], calls: list[Any]) -> bool:
-        schema = call_array_schema(tools, parameter_grammars(tools), "parameters", None)
-        return plain.fits(schema_grammar(schema, "tools"), json.dumps(calls))
+    def call(name: str, side: str) -> str:
+        inner = json.dumps({"side": side})
+        return {
+            "nemotron": f'<TOOLCALL>[{{"name": "{name}", "arguments": {{"next": {inner}}}}}]</TOOLCALL>',
+            "hermes": f'<tool_call>{{"name": "{name}", "arguments": {{"next": {inner}}}}}</tool_call>',
+            "gemma": f"<start_function_call>call:{name}{{next:{{side:<escape>{side}<escape>}}}}<end_function_call>",
+            "qwen3-coder": f"<function={name}>\n<parameter=next>\n{inner}\n</parameter>\n</function>",
+            "pythonic": f"[{name}(next={inner})]",
+        }[form]
 
     both, one = [sided("a", "left"), sided("b", "right")], [sided("a", "left")]
-    assert fits(both, [call("a", "left"), call("b", "right")]) and fits(one, [call("a", "left")])
+    assert plain.fits(calls_of(form, *both)(plain), call("b", "right"))
+    assert plain.fits(calls_of(form, *one)(plain), call("a", "left"))
     for name, side in (("a", "right"), ("b", "left")):
-        assert not fits(both, [call(name, side)]) and not fits(one, [call(name, side)])
+        assert not plain.fits(calls_of(form, *both)(plain), call(name, side))
 
 
 def test_a_function_without_parameters_takes_none(plain: Taker) -> None:
-    for function in (CLOCK, tool("clock", {"type": "object", "properties": {}})):
-        grammar = required_calls([function], 1)
-        assert plain.fits(grammar, '[{"name": "clock", "parameters": {}}]')
-        assert not plain.fits(grammar, '[{"name": "clock", "parameters": {"zone": 1}}]')
+    for function in (tool("clock"), tool("clock", {"type": "object", "properties": {}})):
+        grammar = calls_of("hermes", function)(plain)
+        assert plain.fits(grammar, '<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
+        assert not plain.fits(grammar, '<tool_call>{"name": "clock", "arguments": {"zone": 1}}</tool_call>')
+
+
+def test_parameters_of_any_name(plain: Taker) -> None:
+    grammar = calls_of("qwen3-coder", tool("f", {"type": "object"}))(plain)
+    assert plain.fits(
+        grammar, "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>"
+    )
 
 
 _A, _B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
@@ -350,12 +453,9 @@ def test_what_cannot_be_held_names_its_property(plain: Taker, schema: Any, words
     parameters = {"type": "object", "properties": {"deep": schema}, "$defs": schema.get("$defs", {})}
     described = [CLOCK, tool("f", parameters)]
     words = words.removeprefix("^response_format: ")
-    for grammar in (
-        required_calls(described, 1),
-        *(answer_grammar(FORMAT, None, plain.text.token_of, form, described) for form in FORMATS.values()),
-    ):
+    for form in ("hermes", "nemotron", "kimi-k2", "mistral", "pythonic"):  # the others write texts without quotes
         with pytest.raises(GrammarError, match=rf"^tools\[1\]\.function\.parameters: deep\.?{words}|deep: {words}"):
-            plain.fits(grammar, "")
+            plain.fits(calls_of(form, *described)(plain), "")
 
 
 # Requests -------------------------------------------------------------------------------------------------
@@ -370,7 +470,7 @@ def test_a_request_with_tools_and_a_format() -> None:
         (choice,) = chat(engine, {"tools": [CLOCK], **_JSON}).json["choices"]
         assert (choice["message"]["content"], len(choice["message"].get("tool_calls", ()))) == (content, calls)
         grammar = engine.requests[0].grammar
-        assert grammar is not None and grammar.kind == "lark" and dict(grammar.parts)["wanted"].kind == "json_object"
+        assert grammar is not None and grammar.kind == "lark" and grammar.parts[0][1].kind == "json_object"
         events = chat(engine, {"tools": [CLOCK], "stream": True, **_JSON}).events
         parts = [choice["delta"] for event in events for choice in event["choices"]]
         assert "".join(part.get("content") or "" for part in parts) == (content or "")
@@ -384,11 +484,11 @@ def test_a_request_with_tools_and_a_format() -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
 def test_a_call_that_is_required_beside_a_format_is_made(choice: Any) -> None:
-    said = '[{"name": "clock", "parameters": {}}]' if choice == "required" else "{}"
-    engine = FakeEngine(said)
+    engine = FakeEngine(_CALL)
     (made,) = chat(engine, {"tools": [CLOCK], "tool_choice": choice, **_JSON}).json["choices"]
     assert made["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
-    assert engine.requests[0].grammar is not None and engine.requests[0].grammar.kind == "json_schema"
+    grammar = engine.requests[0].grammar
+    assert grammar is not None and [part.kind for _, part in grammar.parts] == ["json_schema"]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
@@ -410,7 +510,7 @@ def test_arguments_are_an_object(choice: Any) -> None:
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "clock"}}, None])
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_come_before_what_a_grammar_holds(choice: Any, stream: bool) -> None:
-    said = {"auto": _CALL, "required": '[{"name": "clock", "parameters": {}}]'}.get(str(choice), "{}")
+    said = "{}" if choice is None else _CALL
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> #}")
     engine = FakeEngine(f"<think>Hm.</think>\n\n{said}")
     value = {**_JSON, "stream": stream, **({} if choice is None else {"tools": [CLOCK], "tool_choice": choice})}
@@ -433,9 +533,23 @@ def test_thoughts_come_before_what_a_grammar_holds(choice: Any, stream: bool) ->
 
 
 def test_a_required_call_is_one_unless_several_are_asked_for() -> None:
-    for parallel, most in ((None, 1), (False, 1), (True, None)):
-        engine = FakeEngine('[{"name": "clock", "parameters": {}}]')
+    for parallel, several in ((None, False), (False, False), (True, True)):
+        engine = FakeEngine(_CALL)
         more = {} if parallel is None else {"parallel_tool_calls": parallel}
         assert chat(engine, {"tools": [CLOCK], "tool_choice": "required", **more}).status == 200
-        assert engine.requests[0].grammar is not None
-        assert json.loads(engine.requests[0].grammar.text).get("maxItems") == most
+        grammar = engine.requests[0].grammar
+        assert grammar is not None and (")*" in grammar.text) == several
+
+
+def test_a_budget_of_thoughts_is_held() -> None:
+    class Thinker(ByteTokenizer):
+        def token_of(self, text: str) -> int | None:
+            return {"<think>": 10, "</think>": 11}.get(text)
+
+    engine = FakeEngine("<think>Hm.</think>Yes.")
+    tokenizer = Thinker(TEMPLATE + "{# <think> #}")
+    assert chat(engine, {"thinking_token_budget": 7, "tools": [CLOCK]}, tokenizer=tokenizer).status == 200
+    grammar = engine.requests[0].grammar
+    assert grammar is not None and "[max_tokens=7]: ANY" in grammar.text and "<[^10]>" in grammar.text
+    answer = chat(engine, {"thinking_token_budget": 7})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "thinking_token_budget")

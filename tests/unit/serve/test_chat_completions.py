@@ -10,6 +10,7 @@ import pytest
 
 from anyaccel.serve.interface import Grammar
 from anyaccel.serve.requests.defaults import parse_defaults
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, chat, post, until
 
 
@@ -163,7 +164,9 @@ def test_the_last_message_may_be_gone_on_with(template: str, content: str, promp
 def test_a_thought_may_be_gone_on_with() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>It is"}]
     answer = chat(
-        FakeEngine(" late.</think>Bye"), {"messages": messages, "continue_final_message": True}, reasoning=True
+        FakeEngine(" late.</think>Bye"),
+        {"messages": messages, "continue_final_message": True},
+        reasoning=REASONING_FORMATS["think"],
     )
     message = answer.json["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == (" late.", "Bye")
@@ -231,14 +234,17 @@ def test_thoughts_are_told_apart() -> None:
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> </think> #}")
     engine = FakeEngine("<think>\nHm, 2 < 3.\n</think>\n\nYes.")
     (choice,) = chat(engine, tokenizer=tokenizer).json["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Yes.", "reasoning_content": "\nHm, 2 < 3.\n"}
+    wanted = "\nHm, 2 < 3.\n"
+    assert choice["message"] == {
+        "role": "assistant", "content": "Yes.", "reasoning_content": wanted, "reasoning": wanted
+    }  # fmt: skip
     events = chat(engine, {"stream": True}, tokenizer=tokenizer).events
     assert text_of(events) == "Yes."
     thoughts = [choice["delta"].get("reasoning_content", "") for each in events for choice in each["choices"]]
     assert "".join(thoughts) == "\nHm, 2 < 3.\n"
     inside = ByteTokenizer(TEMPLATE + "<think>\n")
     (choice,) = chat(FakeEngine("Hm.</think>Yes."), tokenizer=inside).json["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Yes.", "Hm.")
 
 
 @pytest.mark.parametrize("stream", [False, True])

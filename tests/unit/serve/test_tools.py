@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyaccel.serve.requests.reasoning import ReasoningParser
+from anyaccel.inference.text.chat_template import ChatTemplate
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning
 from anyaccel.serve.requests.tools.format import ParsedCall
 from anyaccel.serve.requests.tools.formats import FORMATS, detect_format
-from anyaccel.serve.requests.tools.parser import ToolCallArrayParser, ToolCallParser
-from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat
+from anyaccel.serve.requests.tools.harmony import HarmonyParser
+from anyaccel.serve.requests.tools.parser import ToolCallParser
+from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat, post
+from tool_cases import EDGES, MESSAGES, NOON, OSLO, SCHEMAS, TEMPLATES, THOUGHTS, WRITTEN
 
 WEATHER = {
     "type": "function",
@@ -30,77 +36,128 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 PARIS = ParsedCall("weather", '{"city": "Paris"}')
-NOON = ParsedCall("clock", "{}")
+TWO = (
+    'Let me see.\n<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+    '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+)
 
-CASES = [
-    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
-    (
-        "hermes",
-        'Let me see.\n<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
-        '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
-        "Let me see.",
-        [PARIS, NOON],
+
+def plain(call: ParsedCall) -> dict[str, str]:
+    """A call as an answer has it."""
+    return {"name": call.name, "arguments": call.arguments}
+
+
+Answer = tuple[str, str, list[ParsedCall]]
+
+
+def read(parser: Any, text: str, cuts: Iterable[int] = ()) -> Answer:
+    """The thoughts, the content and the calls that a parser finds in the pieces of a text."""
+    found: list[Any] = ["", "", []]
+    places = [0, *cuts, len(text)]
+    for start, end in itertools.pairwise(places):
+        parts = parser.add(text[start:end], end == len(text) and (start != end or not text))
+        for place, part in enumerate(parts, len(found) - len(parts)):
+            found[place] = found[place] + part
+    return found[0], found[1], joined(found[2])
+
+
+def joined(calls: list[ParsedCall]) -> list[ParsedCall]:
+    """The calls, each with all of its arguments."""
+    made: list[ParsedCall] = []
+    for call in calls:
+        if call.name:
+            made.append(call)
+        else:
+            made[-1] = replace(made[-1], arguments=made[-1].arguments + call.arguments)
+    return made
+
+
+def parser_of(form: str, is_required: bool = False) -> Any:
+    if FORMATS[form].is_messages:
+        return HarmonyParser(True, True, is_required)
+    return ToolCallParser(FORMATS[form], SCHEMAS, is_required)
+
+
+def kimi(form: str, calls: list[ParsedCall]) -> list[ParsedCall]:
+    """The calls with the ids that Kimi gives them."""
+    numbered = [replace(call, identity=f"functions.{call.name}:{place}") for place, call in enumerate(calls)]
+    return numbered if form == "kimi-k2" else calls
+
+
+ANSWERS: list[tuple[str, str, Answer]] = [
+    *((form, one, ("", "", kimi(form, [OSLO]))) for form, (one, _) in WRITTEN.items()),
+    *((form, two, ("", "", kimi(form, [OSLO, NOON]))) for form, (_, two) in WRITTEN.items()),
+    *(
+        (form, f"Let me see.\n{one}", ("", "Let me see.", kimi(form, [OSLO])))
+        for form, (one, _) in WRITTEN.items()
+        if form not in ("harmony", "pythonic")
     ),
-    ("hermes", '<tool_call>{"name": "clock"}', "", [NOON]),
-    ("hermes", "<tool_call>{broken</tool_call> and more", "<tool_call>{broken</tool_call> and more", []),
-    (
-        "hermes",
-        '<tool_call>{"name": "clock", "arguments": {"x": "a \\" </tool_call> b\\\\"}}</tool_call>\n'
-        '<tool_call>{"name": "clock"}</tool_call>',
-        "",
-        [ParsedCall("clock", '{"x": "a \\" </tool_call> b\\\\"}'), NOON],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name: 1}</tool_call>\n<tool_call>{"name": "clock"}</tool_call>',
-        '<tool_call>{"name: 1}</tool_call>',
-        [NOON],
-    ),
-    ("hermes", "a <tool> b <tool_cal", "a <tool> b <tool_cal", []),
-    ("hermes", "{}", "{}", []),
-    ("llama3", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
-    ("llama3", '<|python_tag|>{"name": "clock", "parameters": {}}; {"name": "clock"}', "", [NOON, NOON]),
-    ("llama3", '{"answer": 42}', '{"answer": 42}', []),
-    ("llama3", "plain", "plain", []),
-    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
-    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock{}', "", [PARIS, NOON]),
-    ("mistral", 'Well.[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}', "Well.", [NOON]),
-]  # fmt: skip
+    *((form, text, ("", content, calls)) for form, text, content, calls in EDGES),
+    *(("harmony", text, (thoughts, content, calls)) for text, thoughts, content, calls in MESSAGES),
+]
 
 
-def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
-    content, calls = "", []
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        more, found = reader.add(text[start:end], end == len(text) and start != end)
-        content, calls = content + more, calls + found
-    return content, calls
-
-
-@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_formats(form: str, text: str, content: str, calls: list[ParsedCall]) -> None:
-    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, []) == (content, calls)
-    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, list(range(1, len(text)))) == (
-        content,
-        calls,
-    )
+@pytest.mark.parametrize(("form", "text", "answer"), ANSWERS)
+def test_formats(form: str, text: str, answer: Answer) -> None:
+    """Streaming and whole answers give the same: cut once at each place, and everywhere."""
+    assert read(parser_of(form), text) == answer
+    assert read(parser_of(form), text, range(1, len(text))) == answer
+    for cut in range(1, len(text)):
+        assert read(parser_of(form), text, [cut]) == answer
 
 
 @given(st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
-    form, text, content, calls = data.draw(st.sampled_from(CASES))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
-    assert read(ToolCallParser(FORMATS[form], ("weather", "clock")), text, cuts) == (content, calls)
+    form = data.draw(st.sampled_from(list(FORMATS)))
+    texts = [text for name, text, _ in ANSWERS if name == form]
+    pieces = [text[: len(text) // 2] for text in texts] + texts + ["\n", " ", "x", "<", "{", "}", "[", "]", '"']
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=4)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=12))) if len(text) > 1 else []
+    assert read(parser_of(form), text, cuts) == read(parser_of(form), text)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_required_calls_come_while_they_are_written(form: str) -> None:
+    for text, calls in zip(WRITTEN[form], ([OSLO], [OSLO, NOON]), strict=True):
+        for cuts in ([], range(1, len(text))):
+            assert read(parser_of(form, True), text, cuts) == ("", "", kimi(form, calls))
+    one = WRITTEN[form][0]
+    place = one.index("Oslo") + 2
+    _, content, calls = read(parser_of(form, True), one[:place], range(1, place))
+    assert read(parser_of(form, True), one[:place]) == ("", content, calls)
+    if calls:  # what max_tokens has cut, as far as it came
+        assert (content, [(call.name, call.arguments) for call in calls]) == ("", [("weather", '{"city": "Os')])
+    else:
+        assert content == one[:place]
+
+
+@pytest.mark.parametrize(("form", "inside", "text", "thoughts", "rest"), THOUGHTS)
+def test_thoughts(form: str, inside: bool, text: str, thoughts: str, rest: str) -> None:
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        found = ["", ""]
+        parser = ReasoningParser(REASONING_FORMATS[form], inside)
+        for start, end in itertools.pairwise([0, *cuts, len(text)]):
+            for place, more in enumerate(parser.add(text[start:end], end == len(text))):
+                found[place] += more
+        assert found == [thoughts, rest]
 
 
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "</th", " ink>"]), min_size=1, max_size=12),
+    st.sampled_from(["think", "ernie", "granite"]),
+    st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", "\n", "a", "<", "</th", " ink>", "<response>", "</response>", "Here is "]
+        ),
+        min_size=1,
+        max_size=12,
+    ),
     st.data(),
 )
-def test_thoughts_are_the_same_however_they_come(parts: list[str], data: st.DataObject) -> None:
+def test_thoughts_are_the_same_however_they_come(form: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     inside = data.draw(st.booleans())
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1)))) if len(text) > 1 else []
-    pieces, whole = ReasoningParser(inside), ReasoningParser(inside)
+    pieces, whole = (ReasoningParser(REASONING_FORMATS[form], inside) for _ in range(2))
     found = ["", ""]
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         for place, more in enumerate(pieces.add(text[start:end], end == len(text))):
@@ -108,30 +165,42 @@ def test_thoughts_are_the_same_however_they_come(parts: list[str], data: st.Data
     assert tuple(found) == whole.add(text, True)
 
 
-@given(st.data())
-def test_a_list_of_calls_however_it_comes(data: st.DataObject) -> None:
-    text = '[{"name": "weather", "parameters": {"city": "Paris"}},\n {"name": "clock", "parameters": {}} ]'
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
-    assert read(ToolCallArrayParser(), text, cuts) == ("", [PARIS, NOON])
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_template_writes_is_read_back(form: str) -> None:
+    source = f"{{% for m in messages %}}{{% for call in m.tool_calls %}}{{% set c = call.function %}}{TEMPLATES[form]}"
+    template = ChatTemplate(source + "{% endfor %}{% endfor %}", {})
+    assert detect_format(source).name == form
+    arguments = {"city": "São <b>", "days": 3, "tags": ["x, y"], "exact": None, "where": {"lat": 1.5, "unit": "C"}}
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    text = template.render([{"role": "assistant", "tool_calls": [call]}])
+    thoughts, content, (found,) = read(parser_of(form), text)
+    assert (thoughts, content, found.name, json.loads(found.arguments)) == ("", "", "weather", arguments)
 
 
 def test_a_format_is_told_by_its_template() -> None:
-    for template, name in (
-        ("x <tool_call> y", "hermes"),
-        ("x [TOOL_CALLS] y", "mistral"),
-        ("<|python_tag|>", "llama3"),
-        ("<|start_header_id|> {{ tools }}", "llama3"),
-        ("nothing", "hermes"),
-    ):
+    for template, name in (("<|python_tag|>", "llama3"), ("<|start_header_id|> {{ tools }}", "llama3"), ("", "hermes")):
         assert detect_format(template).name == name
+    for template, name in (
+        ("<think>", "think"),
+        ("a</think>b", "think"),
+        ("[THINK]", "mistral"),
+        ("<|channel|><|message|>", "harmony"),
+        ("<|START_THINKING|>", "cohere"),
+        ("<think></think><response></response>", "ernie"),
+        ("</think><answer>", "hunyuan"),
+        ("<|channel>thought <channel|>", "gemma-4"),
+    ):
+        found = detect_reasoning(template)
+        assert found is not None and found.name == name
+    assert detect_reasoning("plain") is None
 
 
 def test_a_model_calls_if_it_wants_to() -> None:
-    engine = FakeEngine(CASES[1][1])
+    engine = FakeEngine(TWO)
     result = chat(engine, {"tools": [WEATHER, CLOCK]}).json
     (choice,) = result["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(PARIS), vars(NOON)]
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [plain(PARIS), plain(NOON)]
     assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
     # Its template has no tools: they are told in the system message.
     prompt = bytes(engine.requests[0].prompt).decode()
@@ -144,7 +213,7 @@ def test_a_model_calls_if_it_wants_to() -> None:
 
 
 def test_a_stream_tells_calls_when_they_are_complete() -> None:
-    events = chat(FakeEngine(CASES[1][1]), {"tools": [WEATHER, CLOCK], "stream": True}).events
+    events = chat(FakeEngine(TWO), {"tools": [WEATHER, CLOCK], "stream": True}).events
     parts = [part for event in events for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
     assert [(part["index"], part["function"]["name"]) for part in parts] == [(0, "weather"), (1, "clock")]
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
@@ -156,35 +225,66 @@ def test_marks_that_are_special_tokens_are_seen() -> None:
         FakeEngine('[TOOL_CALLS][{"name": "clock", "arguments": {}}]'), {"tools": [CLOCK]}, tokenizer=tokenizer
     )
     (call,) = result.json["choices"][0]["message"]["tool_calls"]
-    assert call["function"] == vars(NOON) and len(call["id"]) == 9
+    assert call["function"] == plain(NOON) and len(call["id"]) == 9
 
 
-def test_a_function_by_name_leaves_its_arguments_to_a_grammar() -> None:
-    engine = FakeEngine('{"city": "Oslo"}')
+def test_a_function_by_name_is_called_in_the_models_own_format() -> None:
+    engine = FakeEngine('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
     value = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     (choice,) = chat(engine, value).json["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    assert choice["message"]["content"] is None
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
     grammar = engine.requests[0].grammar
-    assert grammar is not None and json.loads(grammar.text) == {
-        **WEATHER["function"]["parameters"],
-        "additionalProperties": False,
-    }
+    assert grammar is not None and '"<tool_call>"' in grammar.text and len(grammar.parts) == 1
+    schema = json.loads(grammar.parts[0][1].text)["properties"]
+    assert schema["name"]["enum"] == ["weather"] and schema["arguments"]["additionalProperties"] is False
+    assert schema["arguments"]["properties"]["city"]["$ref"] == "#/properties/arguments/$defs/C"
     events = chat(engine, {**value, "stream": True}).events
     parts = [part for event in events for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
     assert parts[0]["function"]["name"] == "weather" and "id" in parts[0]
-    assert "".join(part["function"]["arguments"] for part in parts) == '{"city": "Oslo"}'
+    assert "".join(part["function"]["arguments"] for part in parts) == '{"city": "Oslo"}' and len(parts) > 5
 
 
-def test_a_call_that_is_required_is_a_list_by_a_grammar() -> None:
-    engine = FakeEngine('[{"name": "clock", "parameters": {}}]')
-    result = chat(engine, {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}).json
-    assert result["choices"][0]["message"]["tool_calls"][0]["function"] == vars(NOON)
-    assert engine.requests[0].grammar is not None
-    schema = json.loads(engine.requests[0].grammar.text)
-    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    parameters = schema["items"]["anyOf"][0]["properties"]["parameters"]
-    assert parameters["properties"]["city"]["$ref"] == "#/items/anyOf/0/properties/parameters/$defs/C"
+def test_harmony_ends_an_answer_after_a_call() -> None:
+    tokenizer = ByteTokenizer(TEMPLATE + "{# <|channel|><|message|> #}{{ tools and '' }}")
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    said = f"{thoughts}<|channel|>commentary to=functions.clock<|message|>{{}}"
+    engine = FakeEngine(said)
+    (choice,) = chat(engine, {"tools": [CLOCK]}, tokenizer=tokenizer).json["choices"]
+    assert choice["message"]["reasoning"] == choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["tool_calls"][0]["function"] == plain(NOON) and choice["finish_reason"] == "tool_calls"
+    # Answers without functions have channels, too.
+    (choice,) = chat(FakeEngine(f"{thoughts}<|channel|>final<|message|>Yes."), tokenizer=tokenizer).json["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("Yes.", "Hm.")
+
+
+def test_the_format_of_thoughts_can_be_set() -> None:
+    for form, thoughts in ((REASONING_FORMATS["mistral"], "Hm."), (None, None)):
+        (choice,) = chat(FakeEngine("[THINK]Hm.[/THINK]Yes."), reasoning=form).json["choices"]
+        assert choice["message"].get("reasoning") == thoughts
+        assert choice["message"]["content"] == ("Yes." if thoughts else "[THINK]Hm.[/THINK]Yes.")
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "seen"),
+    [
+        ("reasoning_effort", {"reasoning_effort": "high"}, "high"),
+        ("reasoning_effort", {"reasoning_effort": "none"}, "low"),
+        ("enable_thinking", {"reasoning_effort": "none"}, "False"),
+        ("thinking", {"reasoning_effort": "medium"}, "True"),
+        ("thinking_budget", {"reasoning_effort": "none"}, "0"),
+        ("thinking_budget", {"reasoning_effort": "high"}, ""),
+        ("enable_thinking", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": 7}}, "7"),
+    ],
+)
+def test_the_effort_is_told_to_the_template(variable: str, given: Any, seen: str) -> None:
+    engine = FakeEngine()
+    tokenizer = ByteTokenizer(f"-{{{{ {variable} }}}}")
+    assert chat(engine, given, tokenizer=tokenizer).status == 200
+    assert bytes(engine.requests[0].prompt).decode() == f"-{seen}"
+    value = {"input": "x", "reasoning": {"effort": given["reasoning_effort"]}, **given}
+    assert post(engine, "/v1/responses", value, tokenizer=tokenizer).status == 200
+    assert bytes(engine.requests[1].prompt).decode() == f"-{seen}"
 
 
 def test_json_that_names_no_function_is_an_answer() -> None:
@@ -193,7 +293,7 @@ def test_json_that_names_no_function_is_an_answer() -> None:
     (choice,) = chat(FakeEngine(text), {"tools": [CLOCK]}, tokenizer=tokenizer).json["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
     (choice,) = chat(FakeEngine('{"name": "clock"}'), {"tools": [CLOCK]}, tokenizer=tokenizer).json["choices"]
-    assert choice["message"]["tool_calls"][0]["function"] == vars(NOON)
+    assert choice["message"]["tool_calls"][0]["function"] == plain(NOON)
 
 
 def test_calls_and_results_go_back_to_the_model() -> None:

@@ -22,16 +22,20 @@ from anyaccel.serve.protocol.common import (
     MaxTokens,
     Messages,
     NamedTool,
+    ReasoningEffort,
     SamplingFields,
     TemplateFields,
+    ThinkingBudget,
     Tools,
 )
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
-from anyaccel.serve.requests.conversation import Prompt, build_prompt, prompt_ending
+from anyaccel.serve.requests.conversation import Prompt, Thinking, build_prompt, prompt_ending
 from anyaccel.serve.requests.frontend import Frontend
 from anyaccel.serve.requests.structured import request_grammar
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
+
+REASONING_NAMES = ("reasoning_content", "reasoning")  # DeepSeek's name, and the one of vLLM and OpenRouter
 
 
 class ChatRequest(SamplingFields, TemplateFields):
@@ -45,6 +49,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     top_logprobs: Logprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: ThinkingBudget | None = None  # vLLM's
     # OpenAI's former fields, which are refused: an answer without a call would be the wrong one.
     functions: list[Any] | None = None
     function_call: Any = None
@@ -75,6 +81,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGen
         request.tool_choice,
         request.parallel_tool_calls,
         request_grammar(request),
+        Thinking(request.reasoning_effort, request.thinking_token_budget),
         request.chat_template_kwargs,
         prompt_ending(request),
     )
@@ -120,7 +127,8 @@ class ChatGeneration:
                 message = messages[index]
                 message["content"] += delta.content
                 if delta.reasoning:
-                    message["reasoning_content"] = message.get("reasoning_content", "") + delta.reasoning
+                    for name in REASONING_NAMES:
+                        message[name] = message.get(name, "") + delta.reasoning
                 for part in delta.calls:
                     add_call(message.setdefault("tool_calls", []), part)
                 logprobs[index] += self._logprobs(delta)
@@ -147,7 +155,7 @@ class ChatGeneration:
                     yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 change: dict[str, Any] = {}
                 if delta.reasoning:
-                    change["reasoning_content"] = delta.reasoning
+                    change |= dict.fromkeys(REASONING_NAMES, delta.reasoning)
                 if delta.content:
                     change["content"] = delta.content
                 if delta.calls:

@@ -26,6 +26,7 @@ from anyaccel.serve.protocol.common import (
     Logprobs,
     MaxTokens,
     NamedTool,
+    ReasoningEffort,
     ResponseFormat,
     Shape,
     Text,
@@ -34,7 +35,7 @@ from anyaccel.serve.protocol.common import (
 )
 from anyaccel.serve.protocol.errors import ApiError, api_error, wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
-from anyaccel.serve.requests.conversation import Prompt, build_prompt, content_text
+from anyaccel.serve.requests.conversation import Prompt, Thinking, build_prompt, content_text
 from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.structured import response_format_grammar
 
@@ -78,6 +79,10 @@ class TextOptions(Shape):
     format: TextFormat | None = None
 
 
+class Reasoning(Shape):
+    effort: ReasoningEffort | None = None
+
+
 class ResponsesRequest(GenerationFields):
     """`POST /v1/responses`."""
 
@@ -88,6 +93,7 @@ class ResponsesRequest(GenerationFields):
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -135,6 +141,7 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
         choice,
         request.parallel_tool_calls,
         response_format_grammar(wanted, "text.format"),
+        Thinking(request.reasoning.effort if request.reasoning else None),
         request.chat_template_kwargs,
     )
     max_tokens = frontend.answer_room(prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")

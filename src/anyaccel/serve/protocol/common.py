@@ -152,6 +152,7 @@ class ChatMessage(Shape):
     tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's and OpenRouter's name of the same
 
 
 class Function(Shape):
@@ -173,6 +174,10 @@ class FunctionName(Shape):
 class NamedTool(Shape):
     type: Literal["function"]
     function: FunctionName
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ThinkingBudget = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class TemplateFields(Shape):

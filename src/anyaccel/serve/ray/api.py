@@ -16,6 +16,7 @@ from anyaccel.serve.ray.options import ServeOptions
 from anyaccel.serve.ray.remote import RemoteEngine
 from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
 from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.formats import FORMATS
 
@@ -38,7 +39,8 @@ class Api:
             options.aliases,
             root=options.path().name,
             pooling=options.pooling,
-            tool_format=FORMATS.get(options.tool_format),
+            tool_format=FORMATS.get(options.tool_format, "auto"),
+            reasoning="auto" if options.reasoning_format == "auto" else REASONING_FORMATS.get(options.reasoning_format),
             defaults=defaults,
         )
         keys = [key.get_secret_value() for key in options.api_key]

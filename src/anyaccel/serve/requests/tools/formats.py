@@ -7,15 +7,63 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anyaccel.serve.requests.tools import hermes, llama3, mistral
+from anyaccel.serve.requests.tools import (
+    cohere,
+    command_r,
+    deepseek_v3,
+    deepseek_v31,
+    gemma,
+    gemma4,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    hunyuan,
+    kimi_k2,
+    lfm2,
+    llama3,
+    minimax_m2,
+    mistral,
+    nemotron,
+    phi4,
+    pythonic,
+    qwen3_coder,
+    seed_oss,
+)
 from anyaccel.serve.requests.tools.format import ToolFormat
 
-FORMATS: dict[str, ToolFormat] = {each.FORMAT.name: each.FORMAT for each in (hermes, mistral, llama3)}
+# A chat template may contain the marks of several; the first counts. So those with rarer marks come first.
+FORMATS: dict[str, ToolFormat] = {
+    each.FORMAT.name: each.FORMAT
+    for each in (
+        harmony,
+        seed_oss,
+        qwen3_coder,
+        minimax_m2,
+        glm,
+        kimi_k2,
+        deepseek_v3,
+        deepseek_v31,
+        cohere,
+        command_r,
+        gemma4,
+        gemma,
+        nemotron,
+        phi4,
+        granite,
+        lfm2,
+        hunyuan,
+        mistral,
+        hermes,
+        pythonic,
+        llama3,
+    )
+}
 
 
 def detect_format(template: str) -> ToolFormat:
     """The format that a chat template describes; without one it is Hermes', which `instructions` describe."""
-    return next((each for each in FORMATS.values() if each.matches(template)), hermes.FORMAT)
+    return next((each for each in FORMATS.values() if each.known_by(template)), hermes.FORMAT)
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-from anyaccel.serve.requests.tools.format import ParsedCall, ToolFormat, json_calls
-
-_BEGIN = "<|python_tag|>"
-
-
-def _matches(template: str) -> bool:
-    return _BEGIN in template or ("<|start_header_id|>" in template and "tools" in template)
+from anyaccel.serve.requests.tools.format import ToolFormat
+from anyaccel.serve.requests.tools.parts import Json
 
 
-def _parse(text: str) -> tuple[list[ParsedCall], int]:
-    calls, done = json_calls(text, len(_BEGIN) if text.startswith(_BEGIN) else 0)
-    return calls, done if calls else 0
+def _known_by(template: str) -> bool:
+    return "<|python_tag|>" in template or ("<|start_header_id|>" in template and "tools" in template)
 
 
 FORMAT = ToolFormat(
     "llama3",
-    (_BEGIN,),
-    _matches,
-    _parse,
-    special=True,
+    models="Llama 3.1 and 3.3",
+    calls=(
+        ("<|python_tag|>", Json(arguments="parameters")),
+        (Json(arguments="parameters"),),
+    ),
+    known_by=_known_by,
     unmarked="{",
-    grammar=f"‹{_BEGIN}›? @call",
-    separator='"; "',
-    arguments="parameters",
+    separator="; ",
 )

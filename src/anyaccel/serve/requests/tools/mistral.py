@@ -3,43 +3,22 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
-
-from anyaccel.serve.requests.tools.format import ParsedCall, ToolFormat, json_calls, json_value
-
-_BEGIN = "[TOOL_CALLS]"
-_NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-
-
-def _parse(text: str) -> tuple[list[ParsedCall], int]:
-    calls: list[ParsedCall] = []
-    done = 0
-    while text.startswith(_BEGIN, done):
-        start = done + len(_BEGIN)
-        if (named := _NAME.match(text, start)) is not None:
-            found = json_value(text, named.end())
-            if found is None or not isinstance(found[0], Mapping):
-                break
-            calls.append(ParsedCall(named[1], json.dumps(found[0], ensure_ascii=False)))
-            end = found[1]
-        else:
-            several, end = json_calls(text, start)
-            if not several:
-                break
-            calls += several
-        done = end + len(text[end:]) - len(text[end:].lstrip())
-    return calls, done
-
+from anyaccel.serve.requests.tools.format import Maybe, ToolFormat, containing
+from anyaccel.serve.requests.tools.parts import Arguments, Json, Name, Word
 
 FORMAT = ToolFormat(
     "mistral",
-    (_BEGIN,),
-    lambda template: _BEGIN in template,
-    _parse,
-    special=True,
+    models="Mistral, Mixtral, Magistral, Devstral",
+    calls=(
+        ("[TOOL_CALLS]\n", Json(is_list=True)),
+        (
+            "[TOOL_CALLS]",
+            Name(),
+            Maybe(("[CALL_ID]", Word("[a-zA-Z0-9]{9}", is_identity=True))),
+            Maybe(("[ARGS]",)),
+            Arguments(),
+        ),
+    ),
+    known_by=containing("[TOOL_CALLS]"),
     short_ids=True,
-    grammar=f"‹{_BEGIN}› GAP (@list | @named)",
-    separator='""',
 )

@@ -2,108 +2,125 @@
 """Divides an answer into text and tool calls while it comes.
 
 An incomplete or malformed call stays text. A call is returned when it is complete, as clients take its arguments in one
-piece.
+piece; where a grammar makes sure of it, its arguments are returned while they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from anyaccel.inference.text.stopping import overlap
-from anyaccel.serve.requests.tools.format import ParsedCall, ToolFormat, json_value, parse_call
+from anyaccel.serve.requests.tools.format import FAIL, MORE, Found, ParsedCall, ToolFormat
 
 
 class ToolCallParser:
     """Parses an answer in the model's own format.
 
     Args:
-        names: the functions that may be called; JSON without a mark that names none of them is text.
+        schemas: the parameters of the functions that may be called, by name. What looks like a call without a mark, but
+            names none of them, is text.
+        is_required: whether a grammar makes the answer consist of calls.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Any], is_required: bool = False) -> None:
         self._form = form
-        self._names = names
+        self._schemas = schemas
+        self._is_required = is_required
         self._text = ""
-        self._started = False
-        self._in_call = False  # whether `_text` begins with a call
-        self._unmarked = False  # whether that call has no mark
-        self._after_call = False  # whether a call has just ended, so that white space is skipped
+        self._state = (
+            "start"  # of the answer; or "text"; or `_text` begins with a "call"; or one has just ended: "after"
+        )
+        self._count = 0
+        self._lines = ""  # line breaks before the call, which belong to the text if it is none
+        self._shown = -1  # the end of the arguments that have been returned of the open call; -1: not even its name
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[ParsedCall]]:
         """The next text and the next calls; `last`: no more text comes."""
         self._text += text
-        form = self._form
-        if not self._started:
-            start = self._text.lstrip()
-            if not start and not last:
-                return "", []
-            self._started = True
-            self._in_call = self._unmarked = bool(form.unmarked) and start.startswith(form.unmarked)
         content = ""
         calls: list[ParsedCall] = []
         while True:
-            if self._after_call:
-                self._text = self._text.lstrip()
-                self._after_call = not self._text
-            if not self._in_call:
-                content += self._text_before_call(last)
-                if not self._in_call:
-                    return content, calls
-            # Parse the first complete call, or everything when no more text comes.
-            size = len(self._text) if last else form.end_of_call(self._text)
-            if not size:
-                return content, calls
-            found, done = form.parse(self._text[:size])
-            if self._unmarked and not all(call.name in self._names for call in found):
-                found = []
-            self._unmarked = False
-            if found:
-                calls += found
-                self._after_call = True
-            else:  # a malformed call is text up to its end mark
-                place = self._text.find(form.end, 0, size) if form.end else -1
-                done = size if place < 0 else place + len(form.end)
-                content += self._text[:done]
-            self._text = self._text[done:]
-            self._in_call = False
-            if not self._text:
+            before = self._state, self._text
+            if self._state in ("start", "after"):
+                self._find_unmarked(last)
+            if self._state == "text":
+                content += self._take_text(last)
+            if self._state == "call":
+                content += self._take_call(calls, last)
+            if (self._state, self._text) == before or not self._text:
                 return content, calls
 
-    def _text_before_call(self, last: bool) -> str:
+    def _find_unmarked(self, last: bool) -> None:
+        """At the beginning of the answer and after a call: find a call without a mark, or go on with the text."""
+        text, form = self._text.lstrip(), self._form
+        if self._state == "after":
+            self._text = text  # white space after a call is no content
+            for mark in filter(None, (form.section[1].strip(), form.separator.strip())):
+                if text.startswith(mark):
+                    self._text = text[len(mark) :].lstrip()
+                    return
+                if mark.startswith(text) and not last:
+                    return
+        if not text and not last:
+            return
+        self._lines = ""
+        unmarked = bool(form.unmarked) and text.startswith(form.unmarked)
+        self._state = "call" if unmarked else "text"
+
+    def _take_text(self, last: bool) -> str:
         """Take the text before the next mark; what may become a mark, and the line breaks before it, stay."""
         places = [place for mark in self._form.marks if (place := self._text.find(mark)) >= 0]
         if places:
-            self._in_call = True
+            self._state = "call"
             text, self._text = self._text[: min(places)], self._text[min(places) :]
-            return text.rstrip("\n")
+            shown = text.rstrip("\n")
+            self._lines = text[len(shown) :]
+            return shown
         end = len(self._text)
         if not last:
-            end -= max(overlap(self._text, mark) for mark in self._form.marks)
+            end -= max((overlap(self._text, mark) for mark in self._form.marks), default=0)
             end = len(self._text[:end].rstrip("\n"))
         text, self._text = self._text[:end], self._text[end:]
         return text
 
+    def _take_call(self, calls: list[ParsedCall], last: bool) -> str:
+        """Take the call that the text begins with; returns what of it is text, after all."""
+        found = Found(self._schemas)
+        marks = [mark for mark in self._form.marks if self._text.startswith(mark)]
+        end = self._form.match(self._text, found, last)
+        if end >= 0 and not marks and not all(call.name in self._schemas for call in found.calls):
+            end = FAIL
+        if self._is_required and found.begun >= 0 and found.name:
+            self._show_arguments(found, calls, found.ended if found.ended >= 0 else len(self._text))
+            if end != MORE or last:  # what max_tokens has cut stays as it is
+                self._text = self._text[end:] if end >= 0 else ""
+                self._state, self._shown = "after", -1
+                self._count += 1
+            return ""
+        if end == MORE:
+            return ""
+        if end == FAIL:
+            self._state = "text"
+            mark = max(marks, key=len, default="")
+            self._text = self._text[len(mark) :]
+            return self._lines + mark
+        for call in found.calls:
+            calls.append(ParsedCall(call.name, call.arguments, self._identity(call.name, call.identity)))
+            self._count += 1
+        self._text, self._state = self._text[end:], "after"
+        return ""
 
-class ToolCallArrayParser:
-    """Parses an answer that a grammar makes a JSON list of calls, and returns each call when it is complete."""
+    def _show_arguments(self, found: Found, calls: list[ParsedCall], end: int) -> None:
+        """Return the arguments of the open call up to `end`."""
+        if self._shown < 0:
+            self._shown = found.begun
+            identity = self._identity(found.name, found.identity)
+            calls.append(ParsedCall(found.name, self._text[self._shown : end], identity))
+        elif end > self._shown:
+            calls.append(ParsedCall("", self._text[self._shown : end]))
+        self._shown = max(self._shown, end)
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._done = 0
-
-    def add(self, text: str, last: bool = False) -> tuple[str, list[ParsedCall]]:
-        """As `ToolCallParser.add`."""
-        self._text += text
-        calls: list[ParsedCall] = []
-        while True:
-            while self._done < len(self._text) and (self._text[self._done].isspace() or self._text[self._done] in "[,"):
-                self._done += 1
-            found = json_value(self._text, self._done)
-            call = None if found is None else parse_call(found[0])
-            if found is None or call is None:
-                break
-            self._done = found[1]
-            calls.append(call)
-        rest = self._text[self._done :].strip().removeprefix("]")
-        # If max_tokens has cut the list, its incomplete last call is dropped; finish_reason tells the client.
-        return ("", calls) if not last or calls or self._done else (rest, calls)
+    def _identity(self, name: str, given: str) -> str:
+        """The id of a call, where the model has given it one."""
+        return self._form.identity.format(name=name, index=given or self._count) if self._form.identity else given
