@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other programs ask a server with: OpenAI's client, instructor, LangChain, schemathesis, a browser for the page.
+"""What other programs ask a server with: clients of its APIs, instructor, LangChain, schemathesis, a browser.
 
 They are in an environment of their own, which `make serve-clients` makes.
 """
@@ -38,6 +38,20 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
 def test_openais_client_and_langchain() -> None:
     with serving("--key", "sesame") as server:
         run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
+
+
+@pytest.mark.parametrize("package", ["@anthropic-ai/sdk"])
+def test_clients_in_typescript(package: str) -> None:
+    if not (BIN.parent / "node_modules" / package).is_dir():
+        pytest.skip("no npm when .venv-clients was made")
+    script = {"@anthropic-ai/sdk": "anthropic_client.mjs"}[package]
+    with serving("--key", "sesame") as server:
+        run("node", CLIENTS / script, server.url, cwd=BIN.parent)
+
+
+def test_anthropics_client() -> None:
+    with serving("--key", "sesame") as server:
+        run(BIN / "python", CLIENTS / "anthropic_client.py", server.url)
 
 
 def test_instructor_gets_its_objects() -> None:

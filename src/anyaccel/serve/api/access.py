@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_path_with_query_string
 
 from anyaccel.serve.api.endpoint import Endpoint
-from anyaccel.serve.api.sending import discard_body, error_answer
+from anyaccel.serve.api.sending import OPENAI, discard_body, error_answer
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
@@ -82,7 +82,7 @@ class AccessMiddleware:
         self._hosts = frozenset(hosts)
         self._metrics = frontend.metrics
         self._limits = frontend.limits
-        self._paths = frozenset(each.path for each in endpoints)
+        self._dialects = {each.path: each.dialect for each in endpoints}
         self._public = frozenset(each.path for each in endpoints if each.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +100,7 @@ class AccessMiddleware:
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-                self._metrics.answered(method, path if path in self._paths else "other", status)
+                self._metrics.answered(method, path if path in self._dialects else "other", status)
             await send(message)
 
         scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
@@ -108,7 +108,7 @@ class AccessMiddleware:
             scope["anyaccel.key"] = self._client_name(scope, path)
         except ApiError as error:
             await discard_body(scope, receive, self._limits)
-            answer = error_answer(error)
+            answer = error_answer(error, self._dialects.get(path, OPENAI))
             answer.headers["connection"] = "close"
             await answer(scope, receive, counted_send)
             _log(scope, status, time.monotonic() - start)
@@ -119,7 +119,8 @@ class AccessMiddleware:
             if status:
                 scope.get("anyaccel.abort", lambda: None)()
             else:
-                await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, counted_send)
+                stopped = EngineStoppedError("the server is shutting down")
+                await error_answer(stopped, self._dialects.get(path, OPENAI))(scope, receive, counted_send)
         finally:
             _log(scope, status, time.monotonic() - start)
 

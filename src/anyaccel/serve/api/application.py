@@ -17,14 +17,14 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from anyaccel.serve.api import chat, completions, embeddings, responses, status, tokenization
+from anyaccel.serve.api import chat, completions, embeddings, messages, responses, status, tokenization
 from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
 from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answer
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
 
-APIS = (status, chat, completions, responses, embeddings, tokenization)
+APIS = (status, chat, completions, responses, messages, embeddings, tokenization)
 PAGE = Path(__file__).parents[1] / "page"
 
 
@@ -59,7 +59,7 @@ def application(
         Endpoint("/docs", "This document for people", _file("docs.html"), public=True),
         *([Endpoint("/", "The chat page", _file("index.html"), public=True)] if page else []),
     ]
-    routes: list[BaseRoute] = [Route(each.path, _with_errors(each.handler), methods=[each.method]) for each in served]
+    routes: list[BaseRoute] = [Route(each.path, _with_errors(each), methods=[each.method]) for each in served]
     routes.append(Mount("/page", StaticFiles(directory=PAGE)))
     middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, frontend, served)]
     if origins:
@@ -75,16 +75,16 @@ def application(
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-def _with_errors(handler: Handler) -> Handler:
-    """The handler, with its errors turned into responses in OpenAI's shape."""
+def _with_errors(endpoint: Endpoint) -> Handler:
+    """The endpoint's handler, with its errors turned into responses."""
 
     async def answer(request: Request) -> Any:
         try:
-            return await handler(request)
+            return await endpoint.handler(request)
         except ClientGoneError:
             return Response(status_code=499)  # nginx's status for this; nobody reads the response
         except Exception as error:  # noqa: BLE001  no error of one request may end the server
-            return error_answer(error)
+            return error_answer(error, endpoint.dialect)
 
     return answer
 

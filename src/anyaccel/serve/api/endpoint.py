@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 
 from anyaccel._version import __version__
+from anyaccel.serve.api.sending import OPENAI, Dialect
 from anyaccel.serve.protocol.common import ErrorAnswer
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -43,6 +44,7 @@ class Endpoint:
         streams: whether the response may be a stream of events.
         public: whether it needs no API key.
         media_type: of the response.
+        dialect: how it writes errors and streams.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Endpoint:
     streams: bool = False
     public: bool = False
     media_type: str = "application/json"
+    dialect: Dialect = OPENAI
 
     @property
     def method(self) -> str:
@@ -88,8 +91,9 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     kind = "object" if endpoint.media_type == "application/json" else "string"
     content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": kind}}}
     if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"application/json": {"schema": _reference(ErrorAnswer)}}
+        content[endpoint.dialect.media_type] = {"schema": {"type": "string"}}
+    failed: dict[str, Any] = _reference(ErrorAnswer) if endpoint.dialect is OPENAI else {"type": "object"}
+    error = {"application/json": {"schema": failed}}
     described: dict[str, Any] = {
         "summary": endpoint.summary,
         "responses": {

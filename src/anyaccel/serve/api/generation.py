@@ -11,7 +11,16 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from anyaccel.serve.api.endpoint import Endpoint
-from anyaccel.serve.api.sending import DONE, EventStream, event, json_answer, read, unless_gone
+from anyaccel.serve.api.sending import (
+    DONE,
+    OPENAI,
+    Dialect,
+    EventStream,
+    event,
+    json_answer,
+    read,
+    unless_gone,
+)
 from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import TextDelta
@@ -42,13 +51,12 @@ def generation_endpoint(
     summary: str,
     shape: type[G],
     prepare: Callable[[Frontend, G, str], Awaitable[PreparedRequest]],
-    done: bytes = DONE,
+    dialect: Dialect = OPENAI,
 ) -> Endpoint:
     """The endpoint of an API that generates text.
 
     Args:
         prepare: checks a request, and makes its prompt.
-        done: the event that ends a stream.
     """
 
     async def generate(request: Request) -> Any:
@@ -57,10 +65,10 @@ def generation_endpoint(
         prepared = await prepare(frontend, body, request.scope["anyaccel.key"])
         request.scope["anyaccel.usage"] = prepared.usage  # for the log
         if body.stream:
-            return EventStream(prepared.stream(), frontend.limits, done)
+            return EventStream(prepared.stream(), frontend.limits, dialect)
         return json_answer(await unless_gone(request.receive, prepared.response()))
 
-    return Endpoint(path, summary, generate, shape, streams=True)
+    return Endpoint(path, summary, generate, shape, streams=True, dialect=dialect)
 
 
 def answer_head(frontend: Frontend, request: GenerationFields, prefix: str, kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Field
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
-from anyaccel.serve.api.sending import event
+from anyaccel.serve.api.sending import Dialect, event
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
     CalledFunction,
@@ -40,6 +40,7 @@ from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.structured import response_format_grammar
 
 Event = dict[str, Any]
+_DIALECT = Dialect(ApiError.body, event)
 
 
 class InputItem(Shape):
@@ -106,7 +107,7 @@ class ResponsesRequest(GenerationFields):
 def endpoints(frontend: Frontend) -> list[Endpoint]:
     """The endpoints of this API."""
     summary = "The next message of a conversation, as items"
-    return [generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, b"")]
+    return [generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, _DIALECT)]
 
 
 async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> ResponsesGeneration:

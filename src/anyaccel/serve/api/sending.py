@@ -7,8 +7,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import pydantic_core
@@ -28,10 +29,26 @@ logger = logging.getLogger("anyaccel.serve")
 DONE = b"data: [DONE]\n\n"
 # The head of a stream is held back for so many seconds, so that an early error (a full queue) gets an HTTP status.
 _HEAD_DELAY_S = 1.0
-# An empty event, which clients ignore. Not a comment: vLLM's client strips trailing white space, which would join the
-# comment and the first event in one line, and lose both.
-_KEEP_ALIVE = b"\n"
 _DISCARD_S = 2.0  # a refused client may send on for this long
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API writes errors and streams.
+
+    Attributes:
+        error: the body of a response to a request that has failed.
+        cut: what ends a stream that an error has cut, made of that body.
+        media_type: of a stream.
+        keep_alive: what is sent while no event comes. An empty event, which clients ignore, by default. Not a comment:
+            vLLM's client strips trailing white space, which would join the comment and the first event in one line, and
+            lose both.
+    """
+
+    error: Callable[[ApiError], Any]
+    cut: Callable[[Any], bytes]
+    media_type: str = "text/event-stream"
+    keep_alive: bytes = b"\n"
 
 
 class ClientGoneError(Exception):
@@ -53,6 +70,9 @@ def event(value: Any, name: str = "") -> bytes:
     """Encode one event of a stream (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, to_json(value))
+
+
+OPENAI = Dialect(ApiError.body, lambda body: event(body) + DONE)
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -160,12 +180,12 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(to_json(value), status, headers, "application/json")
 
 
-def error_answer(error: BaseException) -> Response:
+def error_answer(error: BaseException, dialect: Dialect = OPENAI) -> Response:
     """The response to a request that has failed; unexpected errors go to the log."""
     answer = api_error(error)
     if answer.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
         logger.error("a request has failed", exc_info=error)
-    body, headers = to_json(answer.body()), answer.headers()
+    body, headers = to_json(dialect.error(answer)), answer.headers()
     if answer.status in (408, 413, 415):  # the rest of the body is not read
         headers["connection"] = "close"
     return Response(body, answer.status, headers, "application/json")
@@ -200,19 +220,16 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStream:
-    """A response as a stream of server-sent events.
+    """A response as a stream of events.
 
     The head is sent with the first event, so that an error before it gets an HTTP status. If no event comes soon, the
     head is sent without one, and blank lines keep proxies from closing the connection.
-
-    Args:
-        done: the event that ends a stream which an error has cut.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], limits: HttpLimits, done: bytes = DONE) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], limits: HttpLimits, dialect: Dialect = OPENAI) -> None:
         self._events = events
         self._limits = limits
-        self._done = done
+        self._dialect = dialect
         self._started = False
         self._sent_at = 0.0
         self._writing = asyncio.Lock()
@@ -246,11 +263,11 @@ class EventStream:
         if error is None:
             await self._write(b"", last=True)
         elif not self._started:
-            await error_answer(error)(scope, receive, self._send)
+            await error_answer(error, self._dialect)(scope, receive, self._send)
         else:
             if not isinstance(error, AnyAccelError | ApiError):
                 logger.error("an answer has failed", exc_info=error)
-            await self._write(event(api_error(error).body()) + self._done, last=True)
+            await self._write(self._dialect.cut(self._dialect.error(api_error(error))), last=True)
 
     async def _pump(self) -> None:
         async for data in self._events:
@@ -271,7 +288,7 @@ class EventStream:
             if idle >= limits.alive_seconds or not self._started:
                 try:
                     async with asyncio.timeout(limits.send_seconds):
-                        await self._write(_KEEP_ALIVE)
+                        await self._write(self._dialect.keep_alive)
                 except TimeoutError:
                     return
                 idle = 0.0
@@ -283,7 +300,7 @@ class EventStream:
             if not self._started:
                 self._started = True
                 headers = [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"content-type", f"{self._dialect.media_type}; charset=utf-8".encode()),
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
                 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -31,12 +32,24 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
             "default_sampling_params": asdict(frontend.defaults),
         }
 
+    def anthropic_model(name: str) -> dict[str, Any]:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(frontend.created))
+        return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+    def anthropic_models() -> dict[str, Any]:
+        listed = [anthropic_model(name) for name in frontend.names]
+        return {"data": listed, "has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+
     async def models(request: Request) -> Response:
+        if "anthropic-version" in request.headers:  # the same address as OpenAI's
+            return json_answer(anthropic_models())
         return json_answer({"object": "list", "data": [describe_model(name) for name in frontend.names]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
         frontend.check_model(name)
+        if "anthropic-version" in request.headers:
+            return json_answer(anthropic_model(name))
         return json_answer(describe_model(name))
 
     async def health(request: Request) -> Response:

@@ -36,6 +36,7 @@ class TextDelta:
         count: tokens of the answer so far.
         prompt_logprobs, cached, drafts: see `Chunk`.
         finish: "stop" or "length" in the last one.
+        stop: the stop string that has ended the answer.
     """
 
     index: int
@@ -46,6 +47,7 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish: str | None = None
     drafts: tuple[int, int] = (0, 0)
+    stop: str = ""
 
 
 class AnswerText:
@@ -99,7 +101,9 @@ class AnswerText:
                     text += self._apply_stops(self._detokenizer.finish(), self._filter)
                     finish = "stop" if self._filter.stopped else finish
                     text += self._filter.finish()
-        return TextDelta(index, text, logprobs, self.count, self._cached, chunk.prompt_logprobs, finish, chunk.drafts)
+        stop = self._filter.found if self._filter is not None else ""
+        prompt_logprobs, drafts = chunk.prompt_logprobs, chunk.drafts
+        return TextDelta(index, text, logprobs, self.count, self._cached, prompt_logprobs, finish, drafts, stop)
 
     def _text_until_stop(self, tokens: Sequence[int], stops: StopFilter) -> str:
         text = ""
