@@ -209,8 +209,8 @@ bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs,
 # The browser is Debian's: apt-get install chromium.
 .venv-clients/.stamp:
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q openai anthropic instructor langchain-openai schemathesis playwright kubernetes-validate
-	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk
+	.venv-clients/bin/python -m pip install -q openai anthropic ollama instructor langchain-openai schemathesis playwright kubernetes-validate
+	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk ollama
 	@touch $@
 
 serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page

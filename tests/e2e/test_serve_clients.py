@@ -40,18 +40,18 @@ def test_openais_client_and_langchain() -> None:
         run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
 
 
-@pytest.mark.parametrize("package", ["@anthropic-ai/sdk"])
-def test_clients_in_typescript(package: str) -> None:
-    if not (BIN.parent / "node_modules" / package).is_dir():
+@pytest.mark.parametrize("script", ["anthropic_client.mjs", "ollama_client.mjs"])
+def test_clients_in_javascript(script: str) -> None:
+    if not (BIN.parent / "node_modules").is_dir():
         pytest.skip("no npm when .venv-clients was made")
-    script = {"@anthropic-ai/sdk": "anthropic_client.mjs"}[package]
     with serving("--key", "sesame") as server:
         run("node", CLIENTS / script, server.url, cwd=BIN.parent)
 
 
-def test_anthropics_client() -> None:
+@pytest.mark.parametrize("script", ["anthropic_client.py", "ollama_client.py"])
+def test_clients_of_other_apis(script: str) -> None:
     with serving("--key", "sesame") as server:
-        run(BIN / "python", CLIENTS / "anthropic_client.py", server.url)
+        run(BIN / "python", CLIENTS / script, server.url)
 
 
 def test_instructor_gets_its_objects() -> None:

@@ -21,6 +21,8 @@ from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
 
+_TAG = ":latest"  # which Ollama's clients add to a name
+
 
 class Frontend:
     """Everything that the handlers of all APIs share.
@@ -85,7 +87,8 @@ class Frontend:
         Raises:
             ApiError: there is none of this name.
         """
-        if name is not None and name not in self.names and name not in self.aliases:
+        known = (*self.names, *self.aliases)
+        if name is not None and name not in known and name.removesuffix(_TAG) not in known:
             raise ApiError(
                 404,
                 f"model: no model {name[:200]!r} here; there is {', '.join(self.names)}",
