@@ -134,7 +134,11 @@ def build_parser() -> Parser:
     add("--pooling", choices=("mean", "last"), default="mean", help="pooling of embeddings (default: mean)")
     add("--no-page", action="store_true", help="serve no chat page at /")
     add = parser.group("server")
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at, or path of a Unix socket (default: 127.0.0.1, this machine only)",
+    )
     add("--port", type=int, default=8000, help="TCP port; 0 takes a free one (default: 8000)")
     add("--uds", metavar="PATH", help="listen at this Unix socket instead of --host and --port")
     add(
@@ -298,10 +302,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
     given = ANYACCEL_API_KEY.get()
+    is_path = "/" in options.host  # as llama.cpp's server takes it
     return ServerSettings(
-        host=options.host,
+        host="127.0.0.1" if is_path else options.host,
         port=options.port,
-        uds=options.uds,
+        uds=options.host if is_path and options.uds is None else options.uds,
         keys=(*options.api_key, *([given] if given else [])),
         origins=tuple(map(listening.parse_origin, options.allowed_origins)),
         hosts=tuple(map(listening.parse_host, options.allowed_hosts)),

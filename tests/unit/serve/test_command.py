@@ -44,6 +44,7 @@ from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
         (["--allowed-hosts", "*"], "--allowed-hosts *"),
         (["--uds", "/nonexistent/x.sock"], "--uds /nonexistent/x.sock: No such file or directory"),
         (["--uds", __file__], "Address already in use"),
+        (["--host", "/nonexistent/x.sock"], "--uds /nonexistent/x.sock: No such file or directory"),
         (["--chat-template", "/nonexistent"], "--chat-template /nonexistent: no such file"),
         (["--ssl-keyfile", "x"], "both are needed"),
         (["--ssl-keyfile", "/nonexistent", "--ssl-certfile", "/nonexistent"], "no such file"),

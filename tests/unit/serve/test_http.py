@@ -356,7 +356,7 @@ def test_an_allowed_page_may_send_the_headers_of_its_client(wanted: str) -> None
     answer = got(CHAT, method="OPTIONS", headers={"origin": "https://evil.example", **ask}, options=options)
     assert answer.status == 400 and "access-control-allow-origin" not in answer.headers
     answer = got("/v1/models", headers={"origin": "https://chat.example"}, options=options)
-    assert answer.headers["access-control-expose-headers"] == "retry-after"
+    assert "retry-after" in answer.headers["access-control-expose-headers"].split(", ")
 
 
 def test_answers_tell_browsers_to_be_careful() -> None:
@@ -456,3 +456,16 @@ async def test_requests_wait_for_nobody_else() -> None:
         engine.gate.release()
     await asking
     assert first.complete
+
+
+async def test_each_request_has_an_id(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(FakeEngine())
+    with caplog.at_level(logging.INFO, "anyaccel.serve.access"):
+        for given, kept in (({}, False), ({"x-request-id": "a-1.b:2"}, True), ({"x-request-id": "a b"}, False)):
+            answer = await client.post(CHAT, HI, headers=given)
+            found = answer.headers["x-request-id"]
+            assert (found == given.get("x-request-id")) == kept and len(found) > 4
+            assert caplog.records[-1].fields["request_id"] == found  # type: ignore[attr-defined]
+    assert (await client.get("/no/such")).headers["x-request-id"].startswith("req_")
+    answer = await client.post("/v1/messages", HI | {"max_tokens": 3}, headers={"x-request-id": "mine"})
+    assert answer.headers["request-id"] == "mine"  # Anthropic's name

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
@@ -20,10 +21,11 @@ from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.sending import OPENAI, discard_body, error_answer
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
-from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.frontend import Frontend, new_id
 
 logger = logging.getLogger("anyaccel.serve.access")
 
+_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _PAGE = "/page/"  # the files of the chat page, which has no data of its own
 
 _HEADERS = {
@@ -90,6 +92,8 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         path = _path(scope)
+        dialect = self._dialects.get(path, OPENAI)
+        scope["anyaccel.id"] = identity = _request_id(scope)
         start, status = time.monotonic(), 0
 
         async def counted_send(message: Message) -> None:
@@ -99,6 +103,7 @@ class AccessMiddleware:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
+                headers[dialect.request_id] = identity
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
                 self._metrics.answered(method, path if path in self._dialects else "other", status)
             await send(message)
@@ -108,7 +113,7 @@ class AccessMiddleware:
             scope["anyaccel.key"] = self._client_name(scope, path)
         except ApiError as error:
             await discard_body(scope, receive, self._limits)
-            answer = error_answer(error, self._dialects.get(path, OPENAI))
+            answer = error_answer(error, dialect)
             answer.headers["connection"] = "close"
             await answer(scope, receive, counted_send)
             _log(scope, status, time.monotonic() - start)
@@ -120,7 +125,7 @@ class AccessMiddleware:
                 scope.get("anyaccel.abort", lambda: None)()
             else:
                 stopped = EngineStoppedError("the server is shutting down")
-                await error_answer(stopped, self._dialects.get(path, OPENAI))(scope, receive, counted_send)
+                await error_answer(stopped, dialect)(scope, receive, counted_send)
         finally:
             _log(scope, status, time.monotonic() - start)
 
@@ -181,6 +186,12 @@ def _is_address(name: str) -> bool:
     return True
 
 
+def _request_id(scope: Scope) -> str:
+    """The id that the client has given its request, or a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else new_id("req_")
+
+
 def _log(scope: Scope, status: int, seconds: float) -> None:
     """Log a request after its response; the line begins as uvicorn's do."""
     usage = scope.get("anyaccel.usage")
@@ -190,6 +201,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
         "path": get_path_with_query_string(scope),  # type: ignore[arg-type]  # uvicorn's own type of the same
         "status": status or 499,  # as in nginx's log, of a client that has gone before the response
         "seconds": round(seconds, 3),
+        "request_id": scope["anyaccel.id"],
     }
     text = '{client} - "{method} {path} HTTP/{version}" {status}, {seconds:.3f} s'
     if usage is not None:

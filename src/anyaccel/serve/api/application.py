@@ -68,7 +68,7 @@ def application(
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # what the preflight asks for: clients have headers of their own
-            expose_headers=["retry-after"],
+            expose_headers=["retry-after", "x-request-id", "request-id"],
         )
         middleware.insert(0, cors)
     handlers = {HTTPException: _refused_by_starlette, Exception: _failed}

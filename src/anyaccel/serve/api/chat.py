@@ -18,6 +18,7 @@ from anyaccel.serve.api.generation import (
 )
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol.common import (
+    AllowedToolsChoice,
     Logprobs,
     MaxTokens,
     Messages,
@@ -47,7 +48,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: ThinkingBudget | None = None  # vLLM's
@@ -74,11 +75,12 @@ async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGen
     if request.top_logprobs and not request.logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
     check_stream_options(request)
+    choice = request.tool_choice
     prompt = await build_prompt(
         frontend,
         request.messages,
         request.tools,
-        request.tool_choice,
+        choice.allowed_tools if isinstance(choice, AllowedToolsChoice) else choice,
         request.parallel_tool_calls,
         request_grammar(request),
         Thinking(request.reasoning_effort, request.thinking_token_budget),

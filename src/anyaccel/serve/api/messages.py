@@ -60,10 +60,15 @@ _EMPTY: dict[str, dict[str, Any]] = {
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": new_id("req_")}
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-_DIALECT = Dialect(error_body, lambda body: event(body, "error"), keep_alive=event({"type": "ping"}, "ping"))
+_DIALECT = Dialect(
+    error_body,
+    lambda body: event(body, "error"),
+    keep_alive=event({"type": "ping"}, "ping"),
+    request_id="request-id",
+)
 
 
 class Block(Shape):

@@ -17,6 +17,7 @@ from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
 from anyaccel.serve.api.sending import Dialect, event
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
+    AllowedTools,
     CalledFunction,
     ChatMessage,
     ContentPart,
@@ -69,6 +70,12 @@ class NamedFunction(Shape):
     name: str
 
 
+class AllowedFunctions(Shape):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=limits.MOST_TOOLS)]
+
+
 class TextFormat(Shape):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -92,7 +99,7 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
@@ -130,11 +137,14 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
         if form.type == "json_schema" and form.json_schema is None:
             raise wrong("text.format.schema", "is required in a format of type json_schema")
         wanted = None if form.type == "text" else ResponseFormat(type="json_object", schema=form.json_schema)
-    choice: str | NamedTool | None
-    if isinstance(request.tool_choice, NamedFunction):
-        choice = NamedTool(type="function", function=FunctionName(name=request.tool_choice.name))
+    given = request.tool_choice
+    choice: str | NamedTool | AllowedTools | None
+    if isinstance(given, NamedFunction):
+        choice = _named_tool(given)
+    elif isinstance(given, AllowedFunctions):
+        choice = AllowedTools(mode=given.mode, tools=[_named_tool(each) for each in given.tools])
     else:
-        choice = request.tool_choice
+        choice = given
     prompt = await build_prompt(
         frontend,
         _messages(request),
@@ -147,6 +157,10 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
     )
     max_tokens = frontend.answer_room(prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")
     return ResponsesGeneration(frontend, request, prompt, max_tokens, key)
+
+
+def _named_tool(function: NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=function.name))
 
 
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:
@@ -238,7 +252,7 @@ class ResponsesGeneration:
             "temperature": self.frontend.defaults.temperature if request.temperature is None else request.temperature,
             "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
             "tool_choice": request.tool_choice.model_dump()
-            if isinstance(request.tool_choice, NamedFunction)
+            if isinstance(request.tool_choice, NamedFunction | AllowedFunctions)
             else request.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
             "top_p": self.frontend.defaults.top_p if request.top_p is None else request.top_p,

@@ -43,12 +43,14 @@ class Dialect:
         keep_alive: what is sent while no event comes. An empty event, which clients ignore, by default. Not a comment:
             vLLM's client strips trailing white space, which would join the comment and the first event in one line, and
             lose both.
+        request_id: the header that has the request's id.
     """
 
     error: Callable[[ApiError], Any]
     cut: Callable[[Any], bytes]
     media_type: str = "text/event-stream"
     keep_alive: bytes = b"\n"
+    request_id: str = "x-request-id"
 
 
 class ClientGoneError(Exception):

@@ -176,6 +176,18 @@ class NamedTool(Shape):
     function: FunctionName
 
 
+class AllowedTools(Shape):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=limits.MOST_TOOLS)]
+
+
+class AllowedToolsChoice(Shape):
+    """OpenAI's choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ThinkingBudget = Annotated[int, Field(ge=0, lt=1 << 31)]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from anyaccel.serve.interface import Grammar
 from anyaccel.serve.protocol import limits
-from anyaccel.serve.protocol.common import ChatMessage, ContentPart, NamedTool, TemplateFields, Tool
+from anyaccel.serve.protocol.common import AllowedTools, ChatMessage, ContentPart, NamedTool, TemplateFields, Tool
 from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.structured import answer_grammar, callable_functions, nesting_depth
@@ -82,7 +82,7 @@ async def build_prompt(
     frontend: Frontend,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None = None,
-    choice: str | NamedTool | None = None,
+    choice: str | NamedTool | AllowedTools | None = None,
     parallel: bool | None = None,
     grammar: Grammar | None = None,
     thinking: Thinking = Thinking(),
@@ -99,6 +99,8 @@ async def build_prompt(
     Raises:
         ApiError: the conversation, the tools or the choice cannot be used.
     """
+    if isinstance(choice, AllowedTools):  # the model does not see the others
+        tools, choice = _allowed(tools or (), choice), choice.mode
     described = describe_tools(tools)
     functions = callable_functions(described)
     calls: Literal["none", "auto", "required"] = "auto" if described and choice != "none" else "none"
@@ -141,6 +143,18 @@ async def build_prompt(
     schemas = {function.name: function.schema for function in functions}
     reasoning = is_open if frontend.reasoning is not None else None
     return Prompt(tokens, reasoning, calls, several, grammar, schemas, ending == "continue")
+
+
+def _allowed(tools: Sequence[Tool], choice: AllowedTools) -> list[Tool]:
+    """The tools that a choice allows.
+
+    Raises:
+        ApiError: it allows one that there is not.
+    """
+    wanted = [each.function.name for each in choice.tools]
+    if unknown := [name for name in wanted if name not in [tool.function.name for tool in tools]]:
+        raise wrong("tool_choice", f"no function {unknown[0][:64]!r} in tools")
+    return [tool for tool in tools if tool.function.name in wanted]
 
 
 def prompt_ending(request: TemplateFields) -> Ending:

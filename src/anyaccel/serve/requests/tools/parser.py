@@ -49,7 +49,8 @@ class ToolCallParser:
             if self._state == "call":
                 content += self._take_call(calls, last)
             if (self._state, self._text) == before or not self._text:
-                return content, calls
+                # What max_tokens has left of a further call is no text.
+                return ("" if self._is_required and self._count else content), calls
 
     def _find_unmarked(self, last: bool) -> None:
         """At the beginning of the answer and after a call: find a call without a mark, or go on with the text."""
