@@ -142,6 +142,8 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   get(from, "growth", spec.growth);
   get(from, "growth_from", spec.growth_from);
   get(from, "growth_first", spec.growth_first);
+  optional(from, "value_norm", spec.value_norm, read_norm);
+  get(from, "kv_layer", spec.kv_layer);
   return spec;
 }
 
@@ -191,6 +193,25 @@ llm::MoeSpec read_moe(const nb::handle& from) {
   return spec;
 }
 
+llm::LayerInputsSpec read_layer_inputs(const nb::handle& from) {
+  llm::LayerInputsSpec spec;
+  get(from, "layers", spec.layers);
+  get(from, "features", spec.features);
+  get(from, "vocab", spec.vocab);
+  get(from, "embed_scale", spec.embed_scale);
+  get(from, "projection_scale", spec.projection_scale);
+  get(from, "scale", spec.scale);
+  spec.norm = read_norm(at(from, "norm"));
+  return spec;
+}
+
+llm::InputGateSpec read_input_gate(const nb::handle& from) {
+  llm::InputGateSpec spec;
+  spec.mlp = read_mlp(at(from, "mlp"));
+  spec.norm = read_norm(at(from, "norm"));
+  return spec;
+}
+
 }  // namespace
 
 llm::LayerSpec read_layer(const nb::handle& from) {
@@ -208,6 +229,8 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   get(from, "parallel", spec.parallel);
   get(from, "residual_scale", spec.residual_scale);
   get(from, "residual_from_norm", spec.residual_from_norm);
+  optional(from, "input_gate", spec.input_gate, read_input_gate);
+  get(from, "scaled", spec.scaled);
   return spec;
 }
 
@@ -234,6 +257,7 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   get(from, "stage", spec.stage);
   get(from, "stages", spec.stages);
   get(from, "first_layer", spec.first_layer);
+  optional(from, "layer_inputs", spec.layer_inputs, read_layer_inputs);
   return spec;
 }
 

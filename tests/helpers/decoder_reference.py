@@ -205,6 +205,10 @@ class Reference:
         if a.mla is not None:
             return self._latent(at, a, a.mla, x, positions, length)
         qkv = _linear(f"{at}.qkv", x, self.w)
+        if a.kv_layer >= 0:
+            q = qkv.unflatten(-1, (a.heads, a.head_dim))
+            q = q if a.qk_norm is None else _head_norm(a.qk_norm, f"{at}.q_norm", q, self.w)
+            return (q if rope is None else _rotate(rope, q, rope.first, positions, length)), None, None
         if a.clip:
             qkv = qkv.clamp(-a.clip, a.clip)
         sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
@@ -215,6 +219,7 @@ class Reference:
         qk = a.qk_norm
         if qk is not None and not qk.after_rope:
             q, k = _head_norm(qk, f"{at}.q_norm", q, self.w), _head_norm(qk, f"{at}.k_norm", k, self.w)
+        v = _norm(a.value_norm, f"{at}.v_norm", v, self.w)
         if rope is not None:
             q, k = (_rotate(rope, each, rope.first, positions, length) for each in (q, k))
         if qk is not None and qk.after_rope:
@@ -246,9 +251,12 @@ class Reference:
         if a.growth:
             grown = torch.log1p(torch.floor((positions + a.growth_first) / a.growth_from))
             q = q * (1 + a.growth * grown)[:, None, None].to(q.dtype)
-        k, v = self.keep(k), self.keep(v)
-        if (earlier := sequence.keys[index]) is not None:
-            k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]
+        if a.kv_layer >= 0:
+            k, v = sequence.keys[a.kv_layer], sequence.values[a.kv_layer]
+        else:
+            k, v = self.keep(k), self.keep(v)
+            if (earlier := sequence.keys[index]) is not None:
+                k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]
         sequence.keys[index], sequence.values[index] = k, v
         group = a.heads // a.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -288,6 +296,16 @@ class Reference:
         x = _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)
         return (x if layer.residual_from_norm else h) + r * mlp(x)
 
+    def _inputs(self, tokens: Sequence[int], h: Tensor) -> Tensor | None:
+        """What the layers get beside the residual, [tokens, layers, features]."""
+        own, w = self.spec.layer_inputs, self.w
+        if own is None:
+            return None
+        rows = [token if token < own.vocab else 0 for token in tokens]
+        table = w["layer_embed"][rows].unflatten(-1, (own.layers, own.features))
+        projected = _linear("layer_projection", h, w).view_as(table) * own.projection_scale
+        return own.scale * (_norm(own.norm, "layer_projection_norm", projected, w) + own.embed_scale * table)
+
     def step(self, sequence: Cached, tokens: Sequence[int]) -> Tensor:
         """Logits [len(tokens), vocab] of new tokens of a sequence."""
         spec, w = self.spec, self.w
@@ -296,8 +314,15 @@ class Reference:
             first = sequence.length + spec.position_offset
             h = h + w["positions"][first : first + len(tokens)]
         h = _norm(spec.embedding_norm, "embed_norm", h, w)
+        inputs = self._inputs(tokens, h)
         for index, layer in enumerate(spec.layers):
-            h = self._layer(index, layer, h, sequence)
+            h, at = self._layer(index, layer, h, sequence), f"layers.{index}"
+            if layer.input_gate is not None:
+                gate = _linear(f"{at}.input_gate", h, w)
+                y = _linear(f"{at}.input_down", _activate(layer.input_gate.mlp.activation, gate, inputs[:, index]), w)
+                h = h + _norm(layer.input_gate.norm, f"{at}.input_norm", y, w)
+            if layer.scaled:
+                h = h * w[f"{at}.layer_scale"]
         sequence.length += len(tokens)
         h = _norm(spec.final_norm, "final_norm", h, w)
         logits = h @ (w["embed"] if spec.tied else w["head"]).T

@@ -732,6 +732,38 @@ CASES |= {
 }
 
 
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+}
+CASES |= {
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        common(
+            **_GEMMA4,
+            hidden_size_per_layer_input=12,
+            vocab_size_per_layer_input=131,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma4_text-large": (
+        "Gemma4TextConfig",
+        common(
+            **_GEMMA4,
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            attention_bias=True,
+        ),
+    ),
+}
+
+
 # Architectures without a native decoder: CTRL and XGLM; Bamba mixes Mamba with attention; Mamba 2 has no attention at
 # all, RWKV neither; DiffLlama's norm goes across heads. MiniMax has buffers that must follow the dtype, XGLM embeddings
 # that multiply, and JetMoe changes weights in forward. The columns of XGLM and MiniMax are in groups, as above.
@@ -822,6 +854,8 @@ def build(case: str, seed: int = 0, positions: int = 0, attention: str = "eager"
             else:  # the families' own values, zeros and ones, would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.mul_(0.8)
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     return model

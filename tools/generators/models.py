@@ -60,6 +60,10 @@ def _attention(spec: DecoderSpec, a: Attention) -> Iterator[str]:
         "clipped": a.clip,
         "Q/K norm": a.qk_norm is not None and not a.qk_norm.across,
         "Q/K norm over all heads": a.qk_norm is not None and a.qk_norm.across,
+        "value norm": a.value_norm is not None,
+        "chunks": a.chunk,
+        "growing queries": a.growth,
+        "earlier layers' keys and values": a.kv_layer >= 0,
     }
     yield from (name for name, present in features.items() if present)
 
@@ -85,6 +89,8 @@ def _else(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         "logits factor": spec.logits_scale != 1.0,
         "logits soft cap": spec.logits_softcap,
         "head bias": spec.head_bias,
+        "embeddings of each layer": spec.layer_inputs is not None,
+        "layer factor": layer.scaled,
     }
     yield from (name for name, present in features.items() if present)
 
@@ -133,8 +139,7 @@ def specs_of(cases: Mapping[str, tuple[str, Mapping[str, Any]]], types: Mapping[
     found: dict[str, list[DecoderSpec]] = {model_type: [] for model_type in FAMILIES}
     for name, arguments in cases.values():
         found[types[name]].append(FAMILIES[types[name]].spec(arguments))
-    found["gemma3"] = found["gemma3_text"]
-    return found
+    return found | {name: found[f"{name}_text"] for name, family in FAMILIES.items() if family.text}
 
 
 def files() -> dict[Path, str]:

@@ -150,6 +150,7 @@ void AttentionScratch::reserve(const AttentionShape& shape, const std::vector<Qu
 }
 
 bool needs_append(const AttentionStep& step) noexcept {
+  if (step.k == nullptr) return false;
   const AttentionShape& shape = shape_of(step);
   return std::any_of(step.queries->begin(), step.queries->end(),
                      [&](const Query& query) { return !appends_itself(query, shape); });
@@ -206,7 +207,8 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       const int64_t middle = done + cost / 2;
       done += cost;
       if (threads > 1 && (middle * threads < total * thread || middle * threads >= total * (thread + 1))) return;
-      if (piece.end > query.position && appends_itself(query, shape)) append_tokens(step, query, piece.kv_head, 0, 1);
+      if (step.k != nullptr && piece.end > query.position && appends_itself(query, shape))
+        append_tokens(step, query, piece.kv_head, 0, 1);
       AttentionOptions options = step.options;
       if (options.alibi_slopes != nullptr) options.alibi_slopes += piece.kv_head * group;
       if (options.sinks != nullptr) options.sinks += piece.kv_head * group;

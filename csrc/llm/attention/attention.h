@@ -27,8 +27,9 @@ constexpr int kCacheGroup = 32;
 struct AttentionShape {
   int heads;  // query heads, a multiple of kv_heads
   int kv_heads;
-  int head_dim;   // of queries and keys
-  int value_dim;  // of values and of the result
+  int head_dim;      // of queries and keys
+  int value_dim;     // of values and of the result
+  int same_as = -1;  // an earlier layer whose keys and values these are; -1: they have a place of their own
   bool operator==(const AttentionShape&) const = default;
 };
 
@@ -98,7 +99,8 @@ struct AttentionStep {
   AttentionOptions options;
   const std::vector<Query>* queries;
   // Rows of the step's tokens: q [heads, head_dim], k [kv_heads, head_dim], v [kv_heads, value_dim], all already
-  // normed and rotated; result [heads, value_dim]. Strides in floats from token to token.
+  // normed and rotated; result [heads, value_dim]. Strides in floats from token to token. k is null where another
+  // layer's keys and values are seen, which are in the cache already.
   const float* q;
   const float* k;
   const float* v;

@@ -139,6 +139,14 @@ KvCache::KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t 
                                   std::to_string(shape.kv_heads) + " key/value heads, of " +
                                   std::to_string(shape.head_dim) + " and " + std::to_string(shape.value_dim));
     impl_->layouts.push_back(head_layout(shape, format));
+    if (shape.same_as >= 0) {
+      const auto of = static_cast<size_t>(shape.same_as);
+      if (of >= impl_->offsets.size() || layers[of].same_as >= 0 || layers[of].kv_heads != shape.kv_heads ||
+          layers[of].head_dim != shape.head_dim || layers[of].value_dim != shape.value_dim)
+        throw std::invalid_argument("keys and values of layer " + std::to_string(of) + " are not those of a later one");
+      impl_->offsets.push_back(impl_->offsets[of]);
+      continue;
+    }
     impl_->offsets.push_back(bytes);
     bytes += impl_->layouts.back().bytes * static_cast<size_t>(shape.kv_heads);
   }

@@ -42,6 +42,18 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
   }
   if (!a.alibi.empty() && a.alibi.size() != static_cast<size_t>(a.heads))
     fail(where, std::to_string(a.alibi.size()) + " alibi slopes for " + std::to_string(a.heads) + " heads");
+  if (!a.own_keys()) {
+    // The cache's places are this stage's, and other ranks' keys are not summed up here.
+    in_range(where, "kv_layer", a.kv_layer, spec.first_layer,
+             spec.first_layer + static_cast<int64_t>(spec.layers.size()) - 1);
+    const AttentionSpec& of = spec.layers[static_cast<size_t>(a.kv_layer - spec.first_layer)].attention;
+    if (!of.own_keys() || &of >= &a || of.kv_heads != a.kv_heads || of.head_dim != a.head_dim ||
+        of.value_dim != a.value_dim)
+      fail(where, "kv_layer " + std::to_string(a.kv_layer) + " is not an earlier layer with such keys and values");
+    if (a.mla || a.clip > 0 || a.value_norm || (a.qk_norm && (a.qk_norm->across || a.qk_norm->after_rope)))
+      fail(where, "kv_layer does not go with mla, clip, value_norm and such a qk_norm");
+  }
+  if (a.mla && a.value_norm) fail(where, "mla has no value_norm");
   if (a.mla) {
     in_range(where, "mla.q_rank", a.mla->q_rank, 0);
     in_range(where, "mla.kv_rank", a.mla->kv_rank, 1);
@@ -74,6 +86,8 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
   }
   if (layer.parallel && (layer.attn_post_norm || layer.mlp_post_norm || layer.residual_from_norm))
     fail(where, "parallel layers have no post norms and no residual_from_norm");
+  if (layer.input_gate && (!spec.layer_inputs || spec.layer_inputs->features != layer.input_gate->mlp.features))
+    fail(where, "input_gate without layer_inputs of as many features");
   if (layer.parallel && layer.moe && layer.mlp_norm) fail(where, "parallel layers with experts have one norm");
 }
 
@@ -98,6 +112,13 @@ void check(const DecoderSpec& spec) {
   if (spec.positions > 0 && (spec.max_tokens == 0 || spec.max_tokens + spec.position_offset > spec.positions))
     fail("",
          "max_tokens is " + std::to_string(spec.max_tokens) + " with " + std::to_string(spec.positions) + " positions");
+  if (spec.layer_inputs) {
+    const LayerInputsSpec& inputs = *spec.layer_inputs;
+    in_range("", "layer_inputs.layers", inputs.layers, static_cast<int64_t>(spec.layers.size()), 1 << 16);
+    in_range("", "layer_inputs.features", inputs.features, 1, 1 << 16);
+    in_range("", "layer_inputs.vocab", inputs.vocab, 1, INT32_MAX);
+    if (spec.stages > 1) fail("", "layer_inputs need the embedding, which one of several stages has");
+  }
   for (const RopeSpec& rope : spec.ropes) {
     in_range("", "inv_freq", static_cast<int64_t>(rope.inv_freq.size()), 1, 1 << 13);
     if (!rope.long_inv_freq.empty() && rope.long_inv_freq.size() != rope.inv_freq.size())

@@ -69,6 +69,10 @@ struct AttentionSpec {
   float growth = 0;
   int64_t growth_from = 0;
   int64_t growth_first = 0;
+  std::optional<NormSpec> value_norm;
+  int kv_layer = -1;
+
+  bool own_keys() const { return kv_layer < 0; }
 };
 
 struct MlpSpec {
@@ -102,6 +106,21 @@ struct MoeSpec {
   float jitter = 0;
 };
 
+struct LayerInputsSpec {
+  int layers = 0;
+  int64_t features = 0;
+  int64_t vocab = 0;
+  float embed_scale = 1;
+  float projection_scale = 1;
+  float scale = 1;
+  NormSpec norm;
+};
+
+struct InputGateSpec {
+  MlpSpec mlp;
+  NormSpec norm;
+};
+
 struct LayerSpec {
   AttentionSpec attention;
   std::optional<MlpSpec> mlp;  // one of the two
@@ -113,6 +132,8 @@ struct LayerSpec {
   bool parallel = false;
   float residual_scale = 1;
   bool residual_from_norm = false;
+  std::optional<InputGateSpec> input_gate;
+  bool scaled = false;
 };
 
 struct DecoderSpec {
@@ -137,6 +158,7 @@ struct DecoderSpec {
   int stage = 0;
   int stages = 1;
   int first_layer = 0;
+  std::optional<LayerInputsSpec> layer_inputs;
 
   bool is_first_stage() const { return stage == 0; }
   bool is_last_stage() const { return stage == stages - 1; }
@@ -156,7 +178,7 @@ inline int64_t product(int64_t a, int64_t b) {
 
 // Width of a token's raw queries, keys and values (MLA: of the queries only).
 inline int64_t qkv_rows(const AttentionSpec& a) {
-  return product(a.heads, a.head_dim) + product(a.kv_heads, int64_t{a.head_dim} + a.value_dim);
+  return product(a.heads, a.head_dim) + (a.own_keys() ? product(a.kv_heads, int64_t{a.head_dim} + a.value_dim) : 0);
 }
 
 }  // namespace anyaccel::llm

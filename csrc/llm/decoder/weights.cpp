@@ -47,11 +47,18 @@ class WeightWalk {
   virtual ~WeightWalk() = default;
 
   // What comes before the layers.
-  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm) {
+  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm,
+              LinearWeights& layer_embed, LinearWeights& layer_projection, Norm& layer_projection_norm) {
     if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
     if (!spec.is_first_stage()) return;
     if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
     norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
+    if (!spec.layer_inputs) return;
+    const LayerInputsSpec& inputs = *spec.layer_inputs;
+    const int64_t width = product(inputs.layers, inputs.features);
+    matrix("layer_embed", inputs.vocab, width, layer_embed);
+    matrix("layer_projection", width, hidden_, layer_projection);
+    norm("layer_projection_norm", inputs.norm, inputs.features, layer_projection_norm);
   }
 
   // What comes after them; a tied head is the embedding.
@@ -79,6 +86,12 @@ class WeightWalk {
         mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
     }
     norm(at + "mlp_post_norm", spec.mlp_post_norm, hidden_, out.mlp_post_norm);
+    if (spec.input_gate) {
+      matrix(at + "input_gate", spec.input_gate->mlp.features, hidden_, out.input_gate);
+      matrix(at + "input_down", hidden_, spec.input_gate->mlp.features, out.input_down);
+      norm(at + "input_norm", spec.input_gate->norm, hidden_, out.input_norm);
+    }
+    if (spec.scaled) out.layer_scale = vector(at + "layer_scale", 1);
   }
 
  private:
@@ -138,8 +151,9 @@ class WeightWalk {
     if (a.qk_norm) {
       const bool each = a.qk_norm->across || a.qk_norm->own_weights;
       norm(at + "q_norm", a.qk_norm->norm, product(a.head_dim, each ? a.heads : 1), out.q_norm);
-      norm(at + "k_norm", a.qk_norm->norm, product(a.head_dim, each ? a.kv_heads : 1), out.k_norm);
+      if (a.own_keys()) norm(at + "k_norm", a.qk_norm->norm, product(a.head_dim, each ? a.kv_heads : 1), out.k_norm);
     }
+    norm(at + "v_norm", a.value_norm, a.value_dim, out.v_norm);
     if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
     matrix(at + "o", hidden_, product(a.heads, a.value_dim), out.o, a.out_bias);
   }
@@ -168,7 +182,7 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   List list(spec.hidden);
   LinearWeights linear;
   Norm norm;
-  list.before(spec, linear, linear, norm);
+  list.before(spec, linear, linear, norm, linear, linear, norm);
   list.after(spec, linear, norm);
   return list.found;
 }
@@ -198,10 +212,12 @@ class Weights::Builder final : WeightWalk {
     memory_ = memory;
     offset_ = 0;
     used_ = 0;
-    LinearWeights embed, positions;
-    before(spec_, embed, positions, weights_.embed_norm);
+    LinearWeights embed, positions, layer_embed;
+    before(spec_, embed, positions, weights_.embed_norm, layer_embed, weights_.layer_projection,
+           weights_.layer_projection_norm);
     weights_.embed = embed.w;
     weights_.positions = positions.w;
+    weights_.layer_embed = layer_embed.w;
     weights_.layers.resize(spec_.layers.size());
     for (size_t i = 0; i < spec_.layers.size(); ++i) {
       const LayerSpec& each = spec_.layers[i];
@@ -416,8 +432,8 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& layer = layers[i];
-    for (const LinearWeights* one :
-         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate})
+    for (const LinearWeights* one : {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
+                                     &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);
@@ -426,6 +442,7 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
     const double share = std::min(1.0, spec.layers[i].moe->top_k / count);
     for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
   }
+  add(layer_projection);
   add(head);
   return all;
 }

@@ -63,6 +63,9 @@ struct LayerWeights {
   std::vector<MlpWeights> experts;
   MlpWeights shared;
   LinearWeights shared_gate;
+  LinearWeights input_gate, input_down;
+  Norm v_norm, input_norm;
+  const float* layer_scale = nullptr;
 };
 
 class Weights {
@@ -92,7 +95,9 @@ class Weights {
   };
   Load load(const DecoderSpec& spec) const;
 
-  Matrix embed, positions;
+  Matrix embed, positions, layer_embed;
+  LinearWeights layer_projection;
+  Norm layer_projection_norm;
   LinearWeights head;
   Norm embed_norm, final_norm;
   std::vector<LayerWeights> layers;

@@ -62,12 +62,14 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       top_k = std::max(top_k, layer.moe->top_k + 1);
     }
     two_norms = two_norms || (layer.parallel && layer.mlp_norm.has_value());
+    if (layer.input_gate) most(features, layer.input_gate->mlp.features);
   }
+  if (spec.layer_inputs) layer_inputs = spec.layer_inputs->layers * spec.layer_inputs->features;
 }
 
 int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
-         router + (top_k > 0 ? hidden : 0);
+         router + (top_k > 0 ? hidden : 0) + layer_inputs;
 }
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
@@ -93,6 +95,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   if (widths.gated) next.up = rows(feature_rows, widths.features);
   next.router = rows(wanted, widths.router);
   if (widths.top_k > 0) next.expert_out = rows(wanted, widths.hidden);
+  next.layer_inputs = rows(wanted, widths.layer_inputs);
   for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
   next.inputs.reserve(shapes, wanted);
   next.own.resize(static_cast<size_t>(threads));
@@ -102,7 +105,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     if (widths.two_norms) one.second_x = rows(kGemvTokens, widths.hidden);
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
-    one.row = rows(1, std::max(widths.hidden, widths.latent));
+    one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
     one.inputs.reserve(shapes, kGemvTokens);
   }
   for (const LayerSpec& layer : spec.layers) {

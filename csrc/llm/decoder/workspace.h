@@ -85,6 +85,7 @@ struct Widths {
   int top_k = 0;           // experts a token, the shared one included
   bool two_norms = false;  // a parallel layer with a norm of the MLP's own
   bool gated = false;
+  int64_t layer_inputs = 0;  // of all layers
 
   explicit Widths(const DecoderSpec& spec);
   // Floats a token of the shared buffers.
@@ -99,7 +100,7 @@ struct Workspace {
     Routing routing;
   };
 
-  Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out;
+  Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
   Inputs inputs;
   Routing routing;

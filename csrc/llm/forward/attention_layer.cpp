@@ -131,7 +131,7 @@ void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) 
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
   if (!spec.qk_norm->across) {
     norm_heads(weights.q_norm, q, spec.heads, spec.head_dim, spec.qk_norm->own_weights);
-    norm_heads(weights.k_norm, k, spec.kv_heads, spec.head_dim, spec.qk_norm->own_weights);
+    if (spec.own_keys()) norm_heads(weights.k_norm, k, spec.kv_heads, spec.head_dim, spec.qk_norm->own_weights);
     return;
   }
   if (forward_.ranks_ == nullptr) {
@@ -163,27 +163,29 @@ void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) 
 void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
   const AttentionSpec& spec = spec_.layers[index].attention;
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
-  const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
-  const int64_t v_count = static_cast<int64_t>(spec.kv_heads) * spec.value_dim;
+  const int kv_heads = spec.own_keys() ? spec.kv_heads : 0;
+  const int64_t k_count = static_cast<int64_t>(kv_heads) * spec.head_dim;
+  const int64_t v_count = static_cast<int64_t>(kv_heads) * spec.value_dim;
   step.q = shared_.qkv.get();
-  step.k = step.q + q_count;
-  step.v = step.k + k_count;
+  step.k = spec.own_keys() ? step.q + q_count : nullptr;
+  step.v = step.q + q_count + k_count;
   step.q_stride = step.k_stride = step.v_stride = qkv_stride_;
   const bool across = spec.qk_norm && spec.qk_norm->across && forward_.ranks_ != nullptr;
-  if (spec.rope < 0 && !spec.qk_norm && spec.clip <= 0 && spec.growth == 0) return;
+  if (spec.rope < 0 && !spec.qk_norm && spec.clip <= 0 && spec.growth == 0 && !spec.value_norm) return;
   const bool alone = small_ && tokens_ * (q_count + k_count) <= kPrivateFloats && !across && threads_ > 1;
   const Range tokens = alone ? Range{0, tokens_} : part_of(tokens_, thread_, threads_);
   float* heads = alone ? own_.heads.get() : shared_.qkv.get();
   const RopeSpec* rope_spec = spec.rope < 0 ? nullptr : &spec_.ropes[static_cast<size_t>(spec.rope)];
   if (alone) {
     // Values are copied only when they change.
-    const int64_t copied = q_count + k_count + (spec.clip > 0 ? v_count : 0);
+    const bool changed = spec.clip > 0 || spec.value_norm;
+    const int64_t copied = q_count + k_count + (changed ? v_count : 0);
     for (int64_t t = 0; t < tokens_; ++t)
       std::memcpy(heads + t * qkv_stride_, shared_.qkv.get() + t * qkv_stride_,
                   static_cast<size_t>(copied) * sizeof(float));
     step.q = heads;
-    step.k = heads + q_count;
-    if (spec.clip > 0) step.v = heads + q_count + k_count;
+    if (spec.own_keys()) step.k = heads + q_count;
+    if (changed) step.v = heads + q_count + k_count;
   }
   if (spec.clip > 0)
     for (int64_t t = tokens.begin; t < tokens.end; ++t)
@@ -191,7 +193,7 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
   const auto rotate_token = [&](int64_t t) {
     if (rope_spec == nullptr) return;
     const Rotation& rotation = forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
-    rope(heads + t * qkv_stride_ + rope_spec->first, spec.heads + spec.kv_heads, spec.head_dim, rotation.cosine,
+    rope(heads + t * qkv_stride_ + rope_spec->first, spec.heads + kv_heads, spec.head_dim, rotation.cosine,
          rotation.sine, static_cast<int>(rope_spec->inv_freq.size()), rope_spec->interleaved);
   };
   const bool after = spec.qk_norm && spec.qk_norm->after_rope;
@@ -204,6 +206,8 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     float* q = heads + t * qkv_stride_;
     if (spec.qk_norm) norm_queries_keys(index, q, q + q_count, t);
+    if (spec.value_norm)
+      norm_heads(weights_.layers[index].v_norm, q + q_count + k_count, kv_heads, spec.value_dim, false);
     if (!after) rotate_token(t);
     if (spec.growth != 0) scale(q, growth_at(spec, forward_.positions_[static_cast<size_t>(t)]), q_count);
   }

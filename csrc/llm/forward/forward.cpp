@@ -59,9 +59,10 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       widths_(spec),
       most_tokens_(tokens_of_a_run(spec, widths_)) {
   add_shape(shapes_, weights.head.w);
+  add_shape(shapes_, weights.layer_projection.w);
   for (const LayerWeights& layer : weights.layers) {
-    for (const LinearWeights* linear :
-         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate})
+    for (const LinearWeights* linear : {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
+                                        &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
@@ -189,7 +190,10 @@ void StepThread::run() noexcept {
     embed();
   else
     take_residual();
-  for (size_t i = 0; i < spec_.layers.size(); ++i) layer(i);
+  for (size_t i = 0; i < spec_.layers.size(); ++i) {
+    layer(i);
+    finish_layer(i);
+  }
   if (!spec_.is_last_stage())
     pass_residual();
   else if (!step_.wanted.empty() || !step_.hidden_wanted.empty())
@@ -250,6 +254,68 @@ void StepThread::embed() noexcept {
     norm(weights_.embed_norm, row, spec_.hidden, row);
   }
   mark(Work::embed);
+  if (spec_.layer_inputs) embed_for_layers(*spec_.layer_inputs);
+}
+
+// What all layers get of the tokens beside the residual: see LayerInputs in spec/decoder.py.
+void StepThread::embed_for_layers(const LayerInputsSpec& spec) noexcept {
+  const int64_t width = forward_.widths_.layer_inputs, stride = padded_stride(width);
+  float* out = shared_.layer_inputs.get();
+  const Matrix& projection = weights_.layer_projection.w;
+  fresh();
+  multiply_into(weights_.layer_projection, input(projection.shape(), residual_, hidden_stride_, tokens_), out, stride);
+  barrier(Work::embed);
+  const Range own = part_of(tokens_, thread_, threads_);
+  float* table = own_.row.get();
+  for (int64_t t = own.begin; t < own.end; ++t) {
+    float* row = out + t * stride;
+    const int64_t token = step_.tokens[static_cast<size_t>(t)];
+    weights_.layer_embed.row(token < spec.vocab ? token : 0, table);
+    scale(row, spec.projection_scale, width);
+    norm_heads(weights_.layer_projection_norm, row, spec.layers, spec.features, false);
+    add(row, table, spec.embed_scale, width);
+    scale(row, spec.scale, width);
+  }
+  barrier(Work::embed);
+}
+
+// The end of a layer, whose residual has all deltas then: see InputGate and Layer.scaled in spec/decoder.py.
+void StepThread::finish_layer(size_t index) noexcept {
+  const LayerSpec& spec = spec_.layers[index];
+  const LayerWeights& weights = weights_.layers[index];
+  if (!spec.input_gate && !spec.scaled) return;
+  advance(Norm{}, false);
+  if (spec.input_gate) {
+    const int64_t features = spec.input_gate->mlp.features, stride = padded_stride(forward_.widths_.layer_inputs);
+    float* gate = shared_.gate.get();
+    const Shape& shape = weights.input_gate.w.shape();
+    multiply_into(weights.input_gate, input(shape, x_, hidden_stride_, tokens_), gate, features_stride_);
+    if (!small_) barrier(Work::gate_up);
+    const Range tokens = small_ ? Range{0, tokens_} : mine_;
+    const Range part = small_ ? rows_of(shape) : Range{0, features};
+    for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+      float* at = gate + t * features_stride_ + part.begin;
+      const float* of_token =
+          shared_.layer_inputs.get() + t * stride + static_cast<int64_t>(index) * features + part.begin;
+      activate(spec.input_gate->mlp.activation, at, of_token, part.end - part.begin, at);
+    }
+    if (small_) barrier(Work::activate);
+    // Ranks have all of it: nothing is exchanged.
+    float* out = shared_.delta[0].get();
+    fresh();
+    const Input& in = input(weights.input_down.w.shape(), gate, features_stride_, tokens_);
+    multiply_into(weights.input_down, in, out, hidden_stride_);
+    barrier(Work::down);
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+      float* row = own_.row.get();
+      norm(weights.input_norm, out + t * hidden_stride_, spec_.hidden, row);
+      add(residual_ + t * hidden_stride_, row, 1.0f, spec_.hidden);
+    }
+  }
+  if (spec.scaled)
+    for (int64_t t = mine_.begin; t < mine_.end; ++t)
+      scale(residual_ + t * hidden_stride_, *weights.layer_scale, spec_.hidden);
+  mark(Work::norm);
 }
 
 // Ranks that were asked for different things would wait for each other in vain, or compute nonsense.

@@ -28,7 +28,9 @@ class StepThread {
   // Between stages: the residual with all that has been added to it.
   void take_residual() noexcept;
   void pass_residual() noexcept;
+  void embed_for_layers(const LayerInputsSpec& spec) noexcept;
   void layer(size_t index) noexcept;
+  void finish_layer(size_t index) noexcept;
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
   void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;

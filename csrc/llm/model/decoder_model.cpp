@@ -19,7 +19,7 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
   std::vector<AttentionShape> shapes;
   for (const LayerSpec& layer : spec.layers) {
     const AttentionSpec& a = layer.attention;
-    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim});
+    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim, a.own_keys() ? -1 : a.kv_layer - spec.first_layer});
   }
   return shapes;
 }

@@ -342,7 +342,7 @@ def test_what_a_config_lacks_is_what_transformers_takes(model_type: str) -> None
 
 def test_every_family_has_a_case() -> None:
     tested = {_config_class_name(name) for name in family_cases.CASES}
-    assert tested | {"gemma3", "llama4"} == FAMILIES.keys()
+    assert tested | {"gemma3", "gemma4", "llama4"} == FAMILIES.keys()
 
 
 def _config_class_name(case: str) -> str:

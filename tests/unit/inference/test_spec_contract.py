@@ -33,6 +33,8 @@ STRUCTS = {
     decoder.Attention: ("AttentionSpec", "read_attention"),
     decoder.Mlp: ("MlpSpec", "read_mlp"),
     decoder.Moe: ("MoeSpec", "read_moe"),
+    decoder.LayerInputs: ("LayerInputsSpec", "read_layer_inputs"),
+    decoder.InputGate: ("InputGateSpec", "read_input_gate"),
     decoder.Layer: ("LayerSpec", "read_layer"),
     decoder.DecoderSpec: ("DecoderSpec", "read_spec"),
 }

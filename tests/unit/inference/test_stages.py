@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+import family_cases
 import native_models
 from anyaccel.errors import UsageError
+from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.shard import bytes_by_layer, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import each_weight
 
@@ -65,3 +67,14 @@ def test_stages_have_all_weights_once(name: str) -> None:
     assert sum(layers) + first + last == sum(value.numel() for value in values.values()) + (
         values["embed"].numel() if spec.tied else 0
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "said"), [("gemma4_text", "need the embedding"), ("gemma4_text-large", "which another stage has")]
+)
+def test_layers_that_need_what_another_stage_has_are_not_divided(case: str, said: str) -> None:
+    config = family_cases.build(case).config.to_dict() | {"num_kv_shared_layers": 3}
+    spec = family_of(config).spec(config)
+    with pytest.raises(UsageError, match=said):
+        for stage in range(2):
+            stage_spec(spec, [range(3), range(3, 6)], stage)

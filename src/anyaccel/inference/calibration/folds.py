@@ -75,7 +75,8 @@ def _of_layer(spec: DecoderSpec, number: int, parts: Any) -> Iterator[Fold]:
     qkv = parts(f"{at}qkv") if attention.mla is None else []
     if _divisible(layer.attn_norm) and qkv:
         yield from _of_norm(parts(f"{at}attn_norm.weight"), qkv)
-    if len(qkv) == 3 and not (attention.qkv_bias or attention.clip):
+    alone = attention.value_norm is None and not any(each.attention.kv_layer == number for each in spec.layers)
+    if len(qkv) == 3 and alone and not (attention.qkv_bias or attention.clip):
         out = parts(f"{at}o")
         if len(out) == 1:
             shared = attention.heads // attention.kv_heads

@@ -25,7 +25,9 @@ class Heads:
 
     def __init__(self, a: Attention, qk: QkNorm, weights: DeviceWeights, at: str, ranks: Ranks | None) -> None:
         self.a, self.qk, self.ranks = a, qk, ranks
-        self.q, self.k = Normed(qk.norm, weights, f"{at}.q_norm"), Normed(qk.norm, weights, f"{at}.k_norm")
+        self.kv_heads = a.kv_heads if a.kv_layer < 0 else 0
+        self.q = Normed(qk.norm, weights, f"{at}.q_norm")
+        self.k = Normed(qk.norm, weights, f"{at}.k_norm") if self.kv_heads else self.q
         self.weight = self._both(self.q.weight, self.k.weight)
         self.bias = self._both(self.q.bias, self.k.bias)
 
@@ -34,13 +36,13 @@ class Heads:
         if of_q is None or of_k is None or self.qk.across:
             return None
         a = self.a
-        parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(a.kv_heads, -1))
+        parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(self.kv_heads, -1))
         return torch.cat(parts)
 
     def normed(self, qkv: torch.Tensor) -> torch.Tensor:
         """Rows of queries, keys and values: in place where each head is normed alone."""
         a = self.a
-        counts = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
+        counts = [a.heads * a.head_dim, self.kv_heads * a.head_dim, self.kv_heads * a.value_dim]
         if self.qk.across:
             q, k, v = torch.split(qkv, counts, 1)
             return torch.cat([self._across(self.q, q, 1), self._across(self.k, k, a.kv_copies), v], 1)
@@ -88,13 +90,15 @@ class LayerRun:
         self.mlp_post_norm = normed(layer.mlp_post_norm, weights, f"{at}.mlp_post_norm")
         if a.mla is None:
             self.qkv = Linear(weights, f"{at}.joint" if layout.joint else f"{at}.qkv")
-            self.qkv_rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
+            self.kv_heads = a.kv_heads if a.kv_layer < 0 else 0
+            self.qkv_rows = a.heads * a.head_dim + self.kv_heads * (a.head_dim + a.value_dim)
         else:
             self.q_a = Linear(weights, f"{at}.q_a") if a.mla.q_rank else None
             self.q_a_norm = normed(a.mla.q_norm, weights, f"{at}.q_a_norm") if a.mla.q_rank else None
             self.q_b, self.kv_a, self.kv_b = (Linear(weights, f"{at}.{name}") for name in ("q_b", "kv_a", "kv_b"))
             self.kv_a_norm = Normed(a.mla.kv_norm, weights, f"{at}.kv_a_norm")
         self.heads = None if a.qk_norm is None else Heads(a, a.qk_norm, weights, at, ranks)
+        self.value_norm = normed(a.value_norm, weights, f"{at}.v_norm")
         self.sinks = weights[f"{at}.sinks"] if a.sinks else None
         self.o = Linear(weights, f"{at}.o")
         self.mlp: Dense | Experts = (
@@ -138,7 +142,8 @@ class LayerRun:
 
     def _seen(self, q_NHD: torch.Tensor, row: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         a = self.a
-        cache.view(-1, cache.shape[-1]).index_copy_(0, batch.rows, row)
+        if a.kv_layer < 0:
+            cache.view(-1, cache.shape[-1]).index_copy_(0, batch.rows, row)
         return attend(a, q_NHD, cache, batch, self.sinks)
 
     def _heads_of(self, qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,11 +152,14 @@ class LayerRun:
         if a.clip:
             qkv.clamp_(-a.clip, a.clip)
         q_count = a.heads * a.head_dim
+        if self.value_norm is not None:
+            v = qkv[:, q_count + self.kv_heads * a.head_dim :]
+            v.copy_(self.value_norm(v.reshape(-1, a.value_dim)).view_as(v))
         norm = self.heads
         if norm is not None and not norm.qk.after_rope:
             qkv = norm.normed(qkv)
         if self.rope is not None:
-            qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
+            qk_NHD = qkv[:, : q_count + self.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
             turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
             qkv = norm.normed(qkv)
@@ -204,6 +212,25 @@ def _of_ranks(of: Linear | Dense | Experts, x: torch.Tensor, post: Normed | None
     return y if post is None else post(y)
 
 
+class LayerEnd:
+    """What comes behind a layer's MLP: its part of the inputs of all layers, and a factor."""
+
+    def __init__(self, layer: Layer, weights: DeviceWeights, index: int) -> None:
+        at, own = f"layers.{index}", layer.input_gate
+        self.index, self.own = index, own
+        if own is not None:
+            self.gate, self.down = Linear(weights, f"{at}.input_gate"), Linear(weights, f"{at}.input_down")
+            self.norm = Normed(own.norm, weights, f"{at}.input_norm")
+        self.scale = weights[f"{at}.layer_scale"] if layer.scaled else None
+
+    def run(self, h: torch.Tensor, inputs_NLF: torch.Tensor | None) -> torch.Tensor:
+        if self.own is not None:
+            assert inputs_NLF is not None
+            both = torch.cat([self.gate(h), inputs_NLF[:, self.index]], 1)
+            h = h + self.norm(self.down(activated(self.own.mlp, both)))
+        return h if self.scale is None else h * self.scale
+
+
 class Decoder:
     """All layers, from tokens to logits; `cache` is written as batches pass."""
 
@@ -218,6 +245,16 @@ class Decoder:
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
+        own = [index for index, layer in enumerate(spec.layers) if layer.attention.kv_layer < 0]
+        self.places = [
+            own.index(index if layer.attention.kv_layer < 0 else layer.attention.kv_layer)
+            for index, layer in enumerate(spec.layers)
+        ]
+        self.ends = [LayerEnd(layer, weights, index) for index, layer in enumerate(spec.layers)]
+        if spec.layer_inputs is not None:
+            self.layer_embed = weights.matrix("layer_embed")
+            self.layer_projection = Linear(weights, "layer_projection")
+            self.layer_projection_norm = Normed(spec.layer_inputs.norm, weights, "layer_projection_norm")
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
         self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
@@ -231,9 +268,20 @@ class Decoder:
             h = h + self.positions.index_select(0, at)
         if self.embed_norm is not None:
             h = self.embed_norm(h)
-        for layer, cache in zip(self.layers, self.cache.layers, strict=True):
-            h = layer.run(h, batch, cache)
+        inputs_NLF = self._layer_inputs(batch.tokens, h)
+        for layer, end, place in zip(self.layers, self.ends, self.places, strict=True):
+            h = end.run(layer.run(h, batch, self.cache.layers[place]), inputs_NLF)
         return h
+
+    def _layer_inputs(self, tokens: torch.Tensor, h: torch.Tensor) -> torch.Tensor | None:
+        """What the layers get beside the residual: see LayerInputs."""
+        own = self.spec.layer_inputs
+        if own is None:
+            return None
+        rows = rows_of(self.layer_embed, torch.where(tokens < own.vocab, tokens, 0))
+        projected = self.layer_projection(h).view(-1, own.features) * own.projection_scale
+        projected = self.layer_projection_norm(projected).view(len(h), own.layers, own.features)
+        return own.scale * torch.add(projected, rows.view_as(projected), alpha=own.embed_scale)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:

@@ -63,15 +63,16 @@ def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:
 
 def _turned(a: Attention, rope: Rope) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor | None] = {}
+    kv_heads = a.kv_heads if a.kv_layer < 0 else 0
     if a.mla is not None:
         found["q_b"] = neighbours(rope, a.head_dim, a.heads, rope.first)
         found["kv_a"] = neighbours(rope, a.mla.kv_rank + a.mla.rope_dim, 1, a.mla.kv_rank)
         found["kv_a.bias"] = found["kv_a"]
     else:
-        found["qkv"] = found["qkv.bias"] = neighbours(rope, a.head_dim, a.heads + a.kv_heads, rope.first)
+        found["qkv"] = found["qkv.bias"] = neighbours(rope, a.head_dim, a.heads + kv_heads, rope.first)
     if a.qk_norm is not None:
         each = a.qk_norm.across or a.qk_norm.own_weights
-        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 2 if kv_heads else 1]:
             order = neighbours(rope, a.head_dim, heads if each else 1, rope.first)
             found |= {f"{name}.weight": order, f"{name}.bias": order}
     return {name: order for name, order in found.items() if order is not None}

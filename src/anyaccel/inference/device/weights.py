@@ -109,7 +109,9 @@ class DeviceWeights:
             elif not isinstance(whole, Quantised) or whole.form != form:
                 raise ModelError(f"{name}: the experts of a layer are stored in several forms; load it as bf16")
         else:
-            self._quantised[name] = Quantised(shape, *form, self.dtype, self.device, gathered=name == "embed")
+            self._quantised[name] = Quantised(
+                shape, *form, self.dtype, self.device, gathered=name in ("embed", "layer_embed")
+            )
 
     def _lay_out(
         self,

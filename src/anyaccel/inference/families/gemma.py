@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 1 to 3, VaultGemma."""
+"""Gemma 1 to 4, VaultGemma."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms, windows
+from anyaccel.errors import ModelError
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    QKV,
+    attention,
+    decoder,
+    gated,
+    pre_norm,
+    rms,
+    windows,
+)
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
     GGUF_FOUR_NORMS,
@@ -19,8 +30,9 @@ from anyaccel.inference.families.gguf import (
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
-from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm, Rope
-from anyaccel.inference.spec.mapping import plus_one
+from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Layer, LayerInputs, Mlp, QkNorm, Rope
+from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one
+from anyaccel.validation import Fields, check_mapping, short_repr
 
 
 def _gemma(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0) -> DecoderSpec:
@@ -72,6 +84,125 @@ def gemma3(config: Config) -> DecoderSpec:
     sliding = rope_parameters_of(config, "sliding_attention", config.number("rope_local_base_freq", 1e4), False)
     ropes = tuple(rope(config, config.head_dim, parameters=each) for each in (full, sliding))
     return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
+
+
+def _sharing(config: Config, kinds: list[str]) -> list[int]:
+    """Of each layer the one whose keys and values it sees, the last of its kind before those that share; or -1."""
+    shared = config.integer_or("num_kv_shared_layers", 0, minimum=0)
+    first = config.layers - shared
+    if shared and (first < 1 or not set(kinds[first:]) <= set(kinds[:first])):
+        raise ModelError(f"config: num_kv_shared_layers={shared} of layers of which none before them is of their kind")
+    before = kinds[: max(first, 0)]
+    return [-1 if at < first else len(before) - 1 - before[::-1].index(kind) for at, kind in enumerate(kinds)]
+
+
+def _own_sizes(config: Config, index: int, kind: str) -> tuple[int, int]:
+    """Values of a head, and key/value heads, of one layer."""
+    every = config.mapping("per_layer_config").known()
+    if every:
+        own: Any = {}
+        for key, value in every.items():  # "05" of thirty layers
+            if not str(key).isdecimal():
+                raise ModelError(f"config: per_layer_config: {short_repr(key)} is not the number of a layer")
+            own = value if int(key) == index else own
+        given = Fields(check_mapping(own, "config: per_layer_config"), "config: per_layer_config: ")
+        if unknown := sorted(given.known().keys() - {"head_dim", "num_key_value_heads"}):
+            raise Unsupported(f"per_layer_config with {', '.join(map(str, unknown))}")
+        dim = given.get_int("head_dim", config.head_dim, 1, 1 << 16)
+        return dim, given.get_int("num_key_value_heads", config.kv_heads, 1, config.heads)
+    if kind != "full_attention":
+        return config.head_dim, config.kv_heads
+    own_heads = config.get_bool("attention_k_eq_v") and config.has("num_global_key_value_heads")
+    kv_heads = config.integer("num_global_key_value_heads", maximum=config.heads) if own_heads else config.kv_heads
+    return config.integer("global_head_dim", maximum=1 << 16), kv_heads
+
+
+def gemma4(config: Config) -> DecoderSpec:
+    """Heads of another size where a layer sees everything; later layers see earlier ones' keys and values."""
+    config.refuse("enable_moe_block")
+    if config.text("use_bidirectional_attention", "") == "all":
+        raise Unsupported("use_bidirectional_attention='all'")
+    kinds = config.layer_types(lambda index: (index + 1) % 6 != 0)
+    kinds[-1] = "full_attention"
+    sources = _sharing(config, kinds)
+    norm = rms(config)
+    features = config.integer_or("hidden_size_per_layer_input", 0, minimum=0)
+    gate = InputGate(Mlp(features, config.activation("hidden_activation"), gated=True), norm) if features else None
+    mlp = gated(config, act="hidden_activation")
+    wide = dataclasses.replace(mlp, features=2 * mlp.features) if config.get_bool("use_double_wide_mlp") else mlp
+    ropes: dict[tuple[str, int], Rope] = {}
+    layers = []
+    for index, kind in enumerate(kinds):
+        dim, kv_heads = _own_sizes(config, index, kind)
+        if config.heads % kv_heads:
+            raise ModelError(f"config: {config.heads} attention heads are not a multiple of {kv_heads} key/value heads")
+        if (kind, dim) not in ropes:
+            parameters = rope_parameters_of(config, kind, 1e6 if kind == "full_attention" else 1e4, scaled=False)
+            ropes[kind, dim] = rope(config, dim, parameters=parameters)
+        shares = sources[index] >= 0
+        heads = attention(
+            config,
+            head_dim=dim,
+            kv_heads=kv_heads,
+            scale=1.0,
+            rope=list(ropes).index((kind, dim)),
+            window=config.window() if kind == "sliding_attention" else 0,
+            bias=config.get_bool("attention_bias"),
+            qk_norm=QkNorm(norm),
+            value_norm=None if shares else dataclasses.replace(norm, weight=False),
+            kv_layer=sources[index],
+        )
+        layers.append(
+            pre_norm(
+                norm,
+                heads,
+                wide if shares else mlp,
+                attn_post_norm=norm,
+                mlp_post_norm=norm,
+                input_gate=gate,
+                scaled=True,
+            )
+        )
+    inputs = None
+    if features:
+        inputs = LayerInputs(
+            layers=config.layers,
+            features=features,
+            vocab=config.integer("vocab_size_per_layer_input"),
+            embed_scale=features**0.5,
+            projection_scale=config.hidden**-0.5,
+            scale=2.0**-0.5,
+            norm=norm,
+        )
+    return decoder(
+        config,
+        layers,
+        norm,
+        tuple(ropes.values()),
+        embedding_scale=config.hidden**0.5,
+        logits_softcap=config.number("final_logit_softcapping", 0.0, minimum=0.0),
+        layer_inputs=inputs,
+    )
+
+
+def _gemma4_qkv(at: At) -> list[Part]:
+    modules = QKV if at.attention.kv_layer < 0 else QKV[:1]
+    return [Part(at.name(module)) for module in modules]
+
+
+GEMMA4 = LLAMA.but(
+    qkv=[_gemma4_qkv, (QKV[0], QKV[1], QKV[1])],  # values may be the keys before their norm
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    layer_embed="embed_tokens_per_layer",
+    layer_projection="per_layer_model_projection",
+    layer_projection_norm="per_layer_projection_norm",
+    input_gate="per_layer_input_gate",
+    input_down="per_layer_projection",
+    input_norm="post_per_layer_input_norm",
+    layer_scale="=layer_scalar",
+)
 
 
 GEMMA = LLAMA.but(
@@ -166,6 +297,33 @@ FAMILIES = {
     ),
     "gemma3_text": Family("Gemma 3 (text)", gemma3, GEMMA2, GEMMA3_DEFAULTS),
     "gemma3": Family("Gemma 3 (text part)", gemma3, GEMMA2, GEMMA3_DEFAULTS, text="text_config"),
+}
+GEMMA4_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": 512,
+    "per_layer_config": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}
+FAMILIES |= {
+    "gemma4_text": Family("Gemma 4 (text)", gemma4, GEMMA4, GEMMA4_DEFAULTS),
+    "gemma4": Family("Gemma 4 (text part)", gemma4, GEMMA4, GEMMA4_DEFAULTS, text="text_config"),
 }
 ARCHITECTURES = {
     "gemma": Architecture("gemma", GGUF_MODULES, GGUF_LLAMA, norms_less_one=True, extra=(gguf_gemma,)),

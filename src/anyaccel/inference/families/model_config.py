@@ -46,7 +46,7 @@ class Config(Fields):
             merged["rope_parameters"] = defaults.get("rope_parameters")
         super().__init__(merged, "config: ")
         self._aliases = aliases
-        if values.get("per_layer_config"):
+        if values.get("per_layer_config") and "per_layer_config" not in defaults:
             raise Unsupported("per_layer_config (layers of different sizes)")
         quantisation = self.mapping("quantization_config")
         if quantisation.known() and not quantisation.get_bool("dequantize"):

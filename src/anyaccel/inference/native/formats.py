@@ -148,6 +148,6 @@ def _chosen(name: str, wanted: Precision, stored: Sequence[Format]) -> Format:
         return _merged(stored)
     if wanted.dtype in _FLOATS:
         return _FLOATS[wanted.dtype]
-    if wanted.dtype == "int8" or name in ("embed", "head"):
+    if wanted.dtype == "int8" or name in ("embed", "layer_embed", "head"):
         return _EIGHT
     return ("i4", wanted.group, wanted.asymmetric)

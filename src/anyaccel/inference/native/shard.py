@@ -114,6 +114,10 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
     if a.mla is not None:
         yield "q_b", WeightSlice((_scaled(heads.query, a.head_dim),))
         yield "kv_b", WeightSlice((_scaled(heads.query, a.mla.nope_dim + a.value_dim),))
+    elif a.kv_layer >= 0:
+        own = WeightSlice((_scaled(heads.query, a.head_dim),))
+        yield "qkv", own
+        yield "qkv.bias", own
     else:
         keys = a.heads * a.head_dim
         own = WeightSlice(
@@ -211,6 +215,15 @@ def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> l
 def stage_spec(spec: DecoderSpec, layers: Sequence[range], stage: int) -> DecoderSpec:
     """The decoder of one stage, from one that has all layers."""
     own = layers[stage]
+    if len(layers) > 1:
+        if spec.layer_inputs is not None:
+            raise UsageError("pipeline_parallel: all layers of this model need the embedding; use tensor_parallel")
+        for index in own:
+            if 0 <= spec.layers[index].attention.kv_layer < own.start:
+                raise UsageError(
+                    f"pipeline_parallel: layer {index} sees keys and values of layer "
+                    f"{spec.layers[index].attention.kv_layer}, which another stage has; use tensor_parallel"
+                )
     return replace(
         spec,
         layers=spec.layers[own.start : own.stop],

@@ -94,6 +94,8 @@ class Attention:
         kv_copies: ranks that have the same KV heads as this one (tensor parallelism with more ranks than KV heads).
         growth, growth_from, growth_first: queries are multiplied by
             1 + growth * log(1 + floor((position + growth_first) / growth_from)), growth 0: not (Llama 4's temperature).
+        value_norm: of each head's values.
+        kv_layer: the number of the earlier layer, with as large heads, whose keys and values it sees; -1: its own.
     """
 
     heads: int
@@ -116,6 +118,8 @@ class Attention:
     growth: float = 0.0
     growth_from: int = 0
     growth_first: int = 0
+    value_norm: Norm | None = None
+    kv_layer: int = -1
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,40 @@ class Moe:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """What every layer gets of a token beside the residual (Gemma 3n): `features` values a layer.
+
+    They are scale * (norm(projection_scale * projection) + embed_scale * row), with a projection of the embedded token
+    and the token's row of a second embedding of `vocab` rows, the first one for tokens that it has not.
+
+    Attributes:
+        layers: of the whole model.
+    """
+
+    layers: int
+    features: int
+    vocab: int
+    embed_scale: float
+    projection_scale: float
+    scale: float
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class InputGate:
+    """What a layer does with its part of LayerInputs: h += norm(mlp(h)), where the part takes the place of `up x`."""
+
+    mlp: Mlp
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     """h += r * post(attention(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
 
     parallel: h += r * (attention(attn_norm(h)) + mlp(mlp_norm(h))); with mlp_norm None both read attn_norm's result.
     residual_from_norm: the residual is the norm's result (BLOOM's apply_residual_connection_post_layernorm).
+    input_gate: behind the MLP. scaled: at last, h is multiplied by a learned number.
     """
 
     attention: Attention
@@ -183,6 +216,8 @@ class Layer:
     parallel: bool = False
     residual_scale: float = 1.0
     residual_from_norm: bool = False
+    input_gate: InputGate | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +260,7 @@ class DecoderSpec:
     stage: int = 0
     stages: int = 1
     first_layer: int = 0
+    layer_inputs: LayerInputs | None = None
 
 
 @dataclass(frozen=True)

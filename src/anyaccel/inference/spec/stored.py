@@ -6,7 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope
+from anyaccel.inference.spec.decoder import (
+    Attention,
+    DecoderSpec,
+    InputGate,
+    Layer,
+    LayerInputs,
+    Mla,
+    Mlp,
+    Moe,
+    Norm,
+    QkNorm,
+    Rope,
+)
 
 # What a field of this name is made of; those of other names are norms.
 _KINDS: dict[str, type] = {
@@ -18,6 +30,8 @@ _KINDS: dict[str, type] = {
     "mlp": Mlp,
     "expert": Mlp,
     "shared": Mlp,
+    "layer_inputs": LayerInputs,
+    "input_gate": InputGate,
 }
 
 
