@@ -315,6 +315,8 @@ def test_default_model_is_not_converted(tmp_path: Path) -> None:
         (("hi", "--threads", "-1"), "--threads -1"),
         (("hi", "--stop", ""), "--stop"),
         (("hi", "--system", "x", "--no-chat-template"), "--system"),
+        (("hi", "--chat-template", "/nowhere"), "--chat-template /nowhere: no such file"),
+        (("hi", "--chat-template", __file__, "--no-chat-template"), "--chat-template"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], text: str) -> None:

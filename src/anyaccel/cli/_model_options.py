@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, no_such_model
@@ -183,6 +183,24 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="end the answer before this text; may be given several times",
     )
     add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+    add_chat_template_option(add)
+
+
+def add_chat_template_option(add: Callable[..., object]) -> None:
+    """Add the option about the chat template."""
+    add("--chat-template", metavar="FILE", help="chat template in Jinja, instead of the model's own")
+
+
+def check_chat_template(options: argparse.Namespace) -> None:
+    """Refuse a file that is not there, before anything is loaded."""
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        raise UsageError(f"--chat-template {options.chat_template}: no such file")
+
+
+def set_chat_template(options: argparse.Namespace, tokenizer: Any) -> None:
+    """Let a model's tokenizer take the chat template of the options, if they have one."""
+    if options.chat_template is not None:
+        tokenizer.set_template(Path(options.chat_template))
 
 
 def add_draft_option(parser: Parser) -> None:
@@ -239,6 +257,7 @@ def check_numbers(options: argparse.Namespace) -> None:
         )
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")
+    check_chat_template(options)
 
 
 def check_at_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from anyaccel.cli._model_options import (
     model_path,
     naming_options,
     sampling_of,
+    set_chat_template,
     warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> int:
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
         warn_of_unused_drafts(options, backend, screen)
+        set_chat_template(options, backend.tokenizer)
         if not backend.tokenizer.has_chat_template:
             raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
         if sys.stdin.isatty():

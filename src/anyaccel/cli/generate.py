@@ -22,6 +22,7 @@ from anyaccel.cli._model_options import (
     model_path,
     naming_options,
     sampling_of,
+    set_chat_template,
     warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
@@ -64,8 +65,10 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = build_parser().parse_args(argv)
     check_numbers(options)
-    if options.system is not None and options.no_chat_template:
-        raise UsageError("--system is part of the chat template: leave out --no-chat-template")
+    for name in ("system", "chat_template"):
+        if getattr(options, name) is not None and options.no_chat_template:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is for conversations: leave out {option} or --no-chat-template")
     options.prompt = _read_prompt(options.prompt)
     options.model = str(model_path(options.model))
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
@@ -73,6 +76,7 @@ def main(argv: list[str]) -> int:
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
         warn_of_unused_drafts(options, backend, screen)
+        set_chat_template(options, backend.tokenizer)
         return _generate(options, screen, backend)
 
 

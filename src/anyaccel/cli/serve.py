@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._model_options import (
+    add_chat_template_option,
     add_draft_option,
     add_model_options,
     add_tp_option,
     check_at_least,
+    check_chat_template,
     model_of,
     model_path,
     naming_options,
+    set_chat_template,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
@@ -118,7 +121,7 @@ def build_parser() -> Parser:
         help="auto: temperature, top-p and so on are what the model recommends, unless a request sets them "
         "(default: auto)",
     )
-    add("--chat-template", metavar="FILE", help="chat template in Jinja, instead of the model's own")
+    add_chat_template_option(add)
     add(
         "--tool-format",
         choices=("auto", *FORMATS),
@@ -197,8 +200,7 @@ def main(argv: list[str]) -> int:
         importing.start(lambda: _import_server(options))
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-            if options.chat_template is not None:
-                tokenizer.set_template(Path(options.chat_template))
+            set_chat_template(options, tokenizer)
         with screen.loading(), naming_options(options):
             engine = _load_engine(options, screen, tokenizer)
         for line in engine.facts.plan:
@@ -294,8 +296,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--request-timeout {options.request_timeout:g}: must be above 0, and at most {_LONGEST_S:g}")
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port {options.port}: must be 0 to 65535")
-    if options.chat_template is not None and not Path(options.chat_template).is_file():
-        raise UsageError(f"--chat-template {options.chat_template}: no such file")
+    check_chat_template(options)
     if not all(options.api_key) or not all(options.served_model_name):
         raise UsageError("--api-key and --served-model-name: must not be empty")
 

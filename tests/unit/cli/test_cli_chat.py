@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from anyaccel.cli._model_options import set_chat_template
 from anyaccel.cli._screen import Screen
 from anyaccel.cli.chat import Conversation, _talk
 from anyaccel.cli.generate import build_parser
@@ -77,6 +78,15 @@ def backend(tmp_path: Path) -> Recording:
 def conversation(backend: Recording) -> Conversation:
     options: argparse.Namespace = build_parser().parse_args(["unused", "--max-new-tokens", "8"])
     return Conversation(backend, options, Screen(shown=True))  # type: ignore[arg-type]
+
+
+def test_a_chat_template_of_a_file_replaces_the_models_own(backend: Recording, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("s7 {{ messages[-1].content }}")
+    options = build_parser().parse_args(["unused", "--chat-template", str(file)])
+    set_chat_template(options, backend.tokenizer)
+    Conversation(backend, options, Screen(shown=True)).answer("a0")  # type: ignore[arg-type]
+    assert said(backend) == "s7 a0"
 
 
 def words(prefix: str, count: int) -> str:
