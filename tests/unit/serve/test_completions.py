@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_fakes import Answer, FakeEngine, post
+from serve_fakes import END, Answer, ByteTokenizer, FakeEngine, post
 
 PATH = "/v1/completions"
 
@@ -96,3 +96,35 @@ def test_tokens_of_one_text_keep_the_likelier_log_probability() -> None:
 def test_offsets_without_echo_count_the_prompt() -> None:
     result = complete(FakeEngine("de"), prompt="abc", logprobs=0).json["choices"][0]["logprobs"]
     assert result["text_offset"][:2] == [3, 4]
+
+
+class Filler(ByteTokenizer):
+    """Has tokens for infill, which are bytes here."""
+
+    marks: dict[str, int] = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3, "<file_sep>": 4}  # noqa: RUF012
+
+    def token_of(self, text: str) -> int | None:
+        return self.marks.get(text)
+
+
+def test_a_text_between_two_others() -> None:
+    engine = FakeEngine("return")
+    value = {"prompt": "def f():", "suffix": " 1", "max_tokens": 50}
+    result = post(engine, "/v1/completions", value, tokenizer=Filler()).json
+    assert bytes(engine.requests[0].prompt) == b"\x01def f():\x02 1\x03"
+    assert engine.requests[0].ends == {END, 1, 2, 3, 4} and result["choices"][0]["text"] == "return"
+    result = post(engine, "/api/generate", {"model": "fake", **value, "stream": False}, tokenizer=Filler()).json
+    assert engine.requests[1].prompt == engine.requests[0].prompt and result["response"] == "return"
+    assert engine.requests[1].ends == engine.requests[0].ends
+    for more, param in (({"prompt": [1, 2]}, "prompt"), ({"echo": True}, "echo")):
+        answer = post(engine, "/v1/completions", {**value, **more}, tokenizer=Filler())
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_what_comes_last_is_first_in_codestrals_prompt() -> None:
+    class Codestral(Filler):
+        marks: dict[str, int] = {"[SUFFIX]": 1, "[PREFIX]": 2}  # noqa: RUF012
+
+    engine = FakeEngine("x")
+    post(engine, "/v1/completions", {"prompt": "a", "suffix": "b"}, tokenizer=Codestral())
+    assert bytes(engine.requests[0].prompt) == b"\x01b\x02a"

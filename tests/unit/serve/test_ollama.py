@@ -174,7 +174,7 @@ def test_what_clients_ask_about_the_model() -> None:
     [
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "images: are not supported"),
         ("/api/generate", {"prompt": "x", "context": [1, 2]}, "context: is not supported"),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix: is not supported"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix: this model has no tokens"),
         ("/api/generate", {"prompt": "x", "template": "y"}, "template: is not supported"),
         ("/api/generate", {"prompt": "x" * 3000}, "together at most 2048"),
         ("/api/chat", {"options": {"temperature": 9}}, "options.temperature: "),

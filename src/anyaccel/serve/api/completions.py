@@ -24,6 +24,7 @@ from anyaccel.serve.protocol.common import Logprobs, MaxTokens, SamplingFields, 
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.answers import TextDelta, generate_texts
 from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.infill import infill_prompt
 from anyaccel.serve.requests.structured import request_grammar
 
 _DEFAULT_TOKENS = 16
@@ -41,7 +42,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: MaxTokens | None = None
     logprobs: Logprobs | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Text | None = None
     best_of: Annotated[int, Field(ge=1, le=limits.MOST_ANSWERS)] | None = None
     # vLLM's: whether the tokenizer's own beginning of a text is put before a prompt.
     add_special_tokens: bool | None = None
@@ -58,8 +59,8 @@ async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> C
     Raises:
         ApiError: it cannot be answered.
     """
-    if request.suffix:
-        raise wrong("suffix", "is not supported: write what comes after as the model's own template has it")
+    if request.suffix and request.echo:
+        raise wrong("echo", "is not supported together with suffix")
     if request.best_of not in (None, request.answer_count):
         raise wrong("best_of", "only the same as n is supported")
     check_stream_options(request)
@@ -71,15 +72,21 @@ async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> C
         raise wrong("n", f"prompts times n are {answers}, and may be {limits.MOST_ANSWERS}")
     wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     prompts, rooms = [], []
+    ends: frozenset[int] = frozenset()
     for place, each in enumerate(inputs):
         param = f"prompt[{place}]" if several else "prompt"
-        if isinstance(each, str):
+        if request.suffix:
+            if not isinstance(each, str):
+                raise wrong(param, "must be a text where there is a suffix")
+            with_start = request.add_special_tokens is not False
+            tokens, ends = await infill_prompt(frontend.tokenizer, frontend.infill, each, request.suffix, with_start)
+        elif isinstance(each, str):
             tokens = await frontend.tokenizer.encode(each, request.add_special_tokens is not False)
         else:
             tokens = frontend.check_tokens(each, param)
         rooms.append(frontend.answer_room(tokens, wanted, "max_tokens", param, least=0 if request.echo else 1))
         prompts.append(tokens)
-    return CompletionGeneration(frontend, request, prompts, min(rooms), key)
+    return CompletionGeneration(frontend, request, prompts, min(rooms), key, ends)
 
 
 @dataclass
@@ -91,6 +98,7 @@ class CompletionGeneration:
     prompts: list[list[int]]
     max_tokens: int
     key: str
+    ends: frozenset[int]
 
     def __post_init__(self) -> None:
         answers = self.request.answer_count
@@ -117,6 +125,7 @@ class CompletionGeneration:
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
             grammar=request_grammar(request),
+            more_ends=self.ends,
         )
 
     def _choice(self, delta: TextDelta) -> dict[str, Any]:

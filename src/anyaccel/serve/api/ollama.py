@@ -36,6 +36,7 @@ from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
 from anyaccel.serve.requests.conversation import Prompt, Thinking, build_prompt
 from anyaccel.serve.requests.frontend import Frontend
+from anyaccel.serve.requests.infill import infill_prompt
 from anyaccel.serve.requests.structured import schema_grammar
 
 VERSION = "0.12.0"  # of Ollama, whose API this is: its clients ask for it, and some want a certain one
@@ -250,6 +251,7 @@ def _describe(frontend: Frontend) -> dict[str, Any]:
     facts = frontend.engine.facts
     capabilities = ["completion", "embedding"]
     capabilities += ["tools"] if frontend.tokenizer.has_chat_template else []
+    capabilities += ["insert"] if frontend.infill is not None else []
     capabilities += ["thinking"] if frontend.reasoning is not None else []
     return {
         "modelfile": "",
@@ -326,12 +328,13 @@ async def prepare_text(frontend: Frontend, request: OllamaGenerate, key: str) ->
         raise wrong("context", "is not supported: send the conversation to /api/chat")
     if request.template:
         raise wrong("template", "is not supported: the model's own is taken, or none with raw")
-    if request.suffix:
-        raise wrong("suffix", "is not supported: write what comes after as the model's own template has it, with raw")
     _refuse_images(request.images, "images")
-    if not request.prompt:
+    if not request.prompt and not request.suffix:
         return OllamaGeneration(frontend, request, None, 0, key, is_chat=False)
-    if request.raw:
+    if request.suffix:
+        tokens, ends = await infill_prompt(frontend.tokenizer, frontend.infill, request.prompt, request.suffix)
+        prompt = Prompt(tokens, None, grammar=_grammar(request), continues=True, ends=ends)
+    elif request.raw:
         tokens = await frontend.tokenizer.encode(request.prompt)
         prompt = Prompt(tokens, None, grammar=_grammar(request), continues=True)
     else:

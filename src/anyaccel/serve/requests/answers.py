@@ -133,12 +133,14 @@ def generate_texts(
     grammar: Grammar | None = None,
     special: bool = False,
     continues: bool = True,
+    more_ends: frozenset[int] = frozenset(),
 ) -> AsyncGenerator[TextDelta, None]:
     """The answers as they come, numbered as OpenAI does: n answers to the first prompt, then n answers to the second.
 
     Args:
         special: whether the text shows special tokens.
         continues: whether the text continues that of the prompt, so that its first space counts.
+        more_ends: see `Frontend.generation_request`.
 
     Raises:
         AnyAccelError, ApiError: see `Engine.generate`.
@@ -158,6 +160,7 @@ def generate_texts(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            more_ends=more_ends,
         )
         text = AnswerText(
             decode,
@@ -325,6 +328,7 @@ async def generate_messages(
         grammar=prompt.grammar,
         special=frontend.shows_special(prompt.calls != "none"),
         continues=prompt.continues,
+        more_ends=prompt.ends,
     )
     parsers = [AnswerParser(prompt, frontend) for _ in range(request.answer_count)]
     async with aclosing(texts):

@@ -33,6 +33,7 @@ class Prompt:
         grammar: the constraint on the answer.
         schemas: the parameters of the functions that may be called, by name.
         continues: whether the answer continues the last message.
+        ends: tokens that end the answer, beside those of the model.
     """
 
     tokens: list[int]
@@ -42,6 +43,7 @@ class Prompt:
     grammar: Grammar | None = None
     schemas: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
 from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.protocol.limits import HttpLimits
 from anyaccel.serve.requests.defaults import SamplingDefaults
+from anyaccel.serve.requests.infill import Infill, find_infill
 from anyaccel.serve.requests.metrics import Metrics
 from anyaccel.serve.requests.reasoning import ReasoningFormat, detect_reasoning
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
@@ -75,6 +76,11 @@ class Frontend:
         """The tokens that end an answer: the model's, and those that end one after a call."""
         found = (self.tokenizer.token_id(mark) for mark in self.tool_format.ends)
         return self.engine.facts.ends | {token for token in found if token is not None}
+
+    @functools.cached_property
+    def infill(self) -> Infill | None:
+        """The tokens with which the model writes a text between two others."""
+        return find_infill(self.tokenizer.token_id)
 
     def shows_special(self, with_calls: bool) -> bool:
         """Whether answers are parsed with special tokens, as some marks are such tokens."""
@@ -159,8 +165,12 @@ class Frontend:
         logprobs: int | None = None,
         grammar: Grammar | None = None,
         prompt_logprobs: int | None = None,
+        more_ends: frozenset[int] = frozenset(),
     ) -> GenerationRequest:
         """The engine's request for one answer.
+
+        Args:
+            more_ends: tokens that end it, beside those of the model.
 
         Raises:
             ApiError: a token of logit_bias is not in the vocabulary, or min_tokens is more than there may be.
@@ -168,7 +178,7 @@ class Frontend:
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise wrong("min_tokens", f"{min_tokens} is more than the {max_tokens} tokens that the answer may have")
-        ends = frozenset() if request.ignore_eos else self.ends
+        ends = frozenset() if request.ignore_eos else self.ends | more_ends
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
