@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from anyaccel.serve.interface import EngineFullError, EngineStoppedError, Grammar
-from serve_fakes import TEMPLATE, Answer, ByteTokenizer, FakeEngine, post
+from anyaccel.serve.protocol.common import ChatMessage
+from anyaccel.serve.requests.stored import AnswerStore, StoredAnswer
+from serve_fakes import TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, post
+
+pytestmark = pytest.mark.anyio
 
 CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
 
@@ -83,3 +89,48 @@ def test_errors_before_and_in_the_answer() -> None:
     engine.error = (2, EngineStoppedError("dead"))
     last = respond(engine, stream=True).events[-1]
     assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "dead"
+
+
+async def test_a_conversation_goes_on_with_an_answer_that_is_kept() -> None:
+    engine = FakeEngine('<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
+    client = Client(engine)
+    first = (await client.post("/v1/responses", {"input": "When?", "instructions": "Be kind.", "tools": [CLOCK]})).json
+    engine.script = lambda _: "It is noon."
+    item = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "noon"}
+    more = {"input": [item], "previous_response_id": first["id"], "stream": True}
+    second = (await client.post("/v1/responses", more)).events[-1]["response"]
+    assert second["previous_response_id"] == first["id"] and second["store"] is True
+    prompt = bytes(engine.requests[1].prompt).decode()
+    assert prompt.startswith("<user>When?\n<assistant>") and "clock" in prompt and "<tool>noon\n" in prompt
+    again = {"input": "And now?", "previous_response_id": second["id"], "instructions": "Be brief.", "store": False}
+    third = (await client.post("/v1/responses", again)).json
+    prompt = bytes(engine.requests[2].prompt).decode()
+    assert prompt.startswith("<system>Be brief.\n<user>When?") and prompt.endswith(
+        "<assistant>It is noon.\n<user>And now?\n<assistant>"
+    )
+    assert (await client.get(f"/v1/responses/{second['id']}")).json == second
+    assert (await client.send("DELETE", f"/v1/responses/{second['id']}")).json["deleted"] is True
+    for identity in (second["id"], third["id"], "no"):
+        assert (await client.get(f"/v1/responses/{identity}")).status == 404
+        answer = await client.post("/v1/responses", {"input": "x", "previous_response_id": identity})
+        assert (answer.status, answer.json["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_an_answer_is_kept_for_whom_it_is() -> None:
+    client = Client(FakeEngine(), options={"keys": ["one", "two"]})
+    made = (await client.post("/v1/responses", {"input": "Hi"}, headers={"x-api-key": "one"})).json
+    for key, status in (("one", 200), ("two", 404)):
+        assert (await client.get(f"/v1/responses/{made['id']}", headers={"x-api-key": key})).status == status
+
+
+def test_answers_are_kept_within_bounds() -> None:
+    store = AnswerStore(most_bytes=100)
+    messages = [ChatMessage(role="user", content="x")]
+    for number in range(5):
+        store.put("me", str(number), StoredAnswer({}, messages, 40))
+    assert [number for number in range(5) if store.get("me", str(number))] == [3, 4]
+    store.put("me", "large", StoredAnswer({}, messages, 101))
+    assert store.get("me", "large") is None and store.get("me", "4") is not None
+    assert store.remove("me", "4") and not store.remove("me", "4") and not store.remove("you", "3")
+    store.put("me", "5", StoredAnswer({}, messages, 60))
+    assert store.get("me", "3") is not None and store.get("me", "5") is not None

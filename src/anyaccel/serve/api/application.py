@@ -66,7 +66,7 @@ def application(
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # what the preflight asks for: clients have headers of their own
             expose_headers=["retry-after", "x-request-id", "request-id"],
         )

@@ -40,11 +40,12 @@ class Endpoint:
     Attributes:
         path: in Starlette's form, such as /v1/models/{model:path}.
         summary: what it is, for the OpenAPI document.
-        body: the shape of the request's body; None: it has none, and the method is GET.
+        body: the shape of the request's body; None: it has none.
         streams: whether the response may be a stream of events.
         public: whether it needs no API key.
         media_type: of the response.
         dialect: how it writes errors and streams.
+        verb: the method; "": POST with a body, otherwise GET.
     """
 
     path: str
@@ -55,10 +56,11 @@ class Endpoint:
     public: bool = False
     media_type: str = "application/json"
     dialect: Dialect = OPENAI
+    verb: str = ""
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("GET" if self.body is None else "POST")
 
 
 def document(endpoints: Iterable[Endpoint], root: str = "") -> dict[str, Any]:
@@ -74,7 +76,7 @@ def document(endpoints: Iterable[Endpoint], root: str = "") -> dict[str, Any]:
         if name:
             path += f"{{{name}}}"
             described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-        paths[path] = {each.method.lower(): described}
+        paths.setdefault(path, {})[each.method.lower()] = described
     _, definitions = models_json_schema([(shape, "validation") for shape in shapes], ref_template=_REFERENCE)
     keys = {"type": "http", "scheme": "bearer", "description": "Only where the server was started with keys."}
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's `/v1/messages`: conversations with blocks of content; nothing is kept between calls."""
+"""Anthropic's `/v1/messages`: conversations with blocks of content."""
 
 from __future__ import annotations
 

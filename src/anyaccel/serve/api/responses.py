@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's `/v1/responses`: conversations with output items and named events; nothing is kept between calls."""
+"""OpenAI's `/v1/responses`: conversations with output items and named events; answers are kept for a while."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
-from anyaccel.serve.api.sending import Dialect, event
+from anyaccel.serve.api.sending import Dialect, event, json_answer, to_json
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
     AllowedTools,
@@ -38,6 +40,7 @@ from anyaccel.serve.protocol.errors import ApiError, api_error, wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
 from anyaccel.serve.requests.conversation import Prompt, Thinking, build_prompt, content_text
 from anyaccel.serve.requests.frontend import Frontend, new_id
+from anyaccel.serve.requests.stored import StoredAnswer
 from anyaccel.serve.requests.structured import response_format_grammar
 
 Event = dict[str, Any]
@@ -103,6 +106,7 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
+    store: bool | None = None  # true by default, as with OpenAI
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     top_logprobs: Logprobs | None = None
@@ -113,8 +117,39 @@ class ResponsesRequest(GenerationFields):
 
 def endpoints(frontend: Frontend) -> list[Endpoint]:
     """The endpoints of this API."""
+
+    async def stored(request: Request) -> Response:
+        found = _find(frontend, request.scope["anyaccel.key"], request.path_params["response"])
+        return json_answer(found.response)
+
+    async def delete(request: Request) -> Response:
+        identity = request.path_params["response"]
+        _find(frontend, request.scope["anyaccel.key"], identity)
+        frontend.answers.remove(request.scope["anyaccel.key"], identity)
+        return json_answer({"id": identity, "object": "response", "deleted": True})
+
     summary = "The next message of a conversation, as items"
-    return [generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, _DIALECT)]
+    path = "/v1/responses/{response}"
+    return [
+        generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, _DIALECT),
+        Endpoint(path, "An answer that is still kept", stored),
+        Endpoint(path, "Forget an answer", delete, verb="DELETE"),
+    ]
+
+
+def _find(frontend: Frontend, key: str, identity: str, param: str | None = None) -> StoredAnswer:
+    """An answer that is kept for this client.
+
+    Raises:
+        ApiError: there is none of this id.
+    """
+    found = frontend.answers.get(key, identity)
+    if found is None:
+        text = f"no answer {identity[:100]!r} is kept here (any more): send the conversation in input"
+        if param:  # OpenAI's code
+            raise wrong(param, text, "previous_response_not_found")
+        raise ApiError(404, text, None, "response_not_found", "not_found_error")
+    return found
 
 
 async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> ResponsesGeneration:
@@ -123,11 +158,14 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
     Raises:
         ApiError: it cannot be answered.
     """
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise wrong(name, "is not supported, as this server keeps no answers: send the conversation in input")
+    if request.conversation is not None:
+        raise wrong("conversation", "is not supported: send previous_response_id, or the conversation in input")
     if request.background:
-        raise wrong("background", "is not supported, as this server keeps no answers")
+        raise wrong("background", "is not supported")
+    earlier: Sequence[ChatMessage] = ()
+    if request.previous_response_id is not None:
+        earlier = _find(frontend, key, request.previous_response_id, "previous_response_id").messages
+    messages = _messages(request, earlier)
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         raise wrong("top_logprobs", "is not supported here; /v1/chat/completions has them")
     form = request.text.format if request.text else None
@@ -147,7 +185,7 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
         choice = given
     prompt = await build_prompt(
         frontend,
-        _messages(request),
+        messages,
         _tools(request),
         choice,
         request.parallel_tool_calls,
@@ -156,18 +194,20 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
         request.chat_template_kwargs,
     )
     max_tokens = frontend.answer_room(prompt.tokens, request.max_output_tokens, "max_output_tokens", "input")
-    return ResponsesGeneration(frontend, request, prompt, max_tokens, key)
+    # Instructions are not kept, as with OpenAI.
+    kept = messages[1:] if request.instructions else messages
+    return ResponsesGeneration(frontend, request, prompt, max_tokens, key, kept)
 
 
 def _named_tool(function: NamedFunction) -> NamedTool:
     return NamedTool(type="function", function=FunctionName(name=function.name))
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
-    """The input as messages."""
-    messages = []
+def _messages(request: ResponsesRequest, earlier: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The earlier conversation and the input as messages."""
+    messages = [*earlier]
     if request.instructions:
-        messages.append(ChatMessage(role="system", content=request.instructions))
+        messages.insert(0, ChatMessage(role="system", content=request.instructions))
     if isinstance(request.input, str):
         return [*messages, ChatMessage(role="user", content=request.input)]
     for place, item in enumerate(request.input):
@@ -223,6 +263,7 @@ class ResponsesGeneration:
     prompt: Prompt
     max_tokens: int
     key: str
+    messages: Sequence[ChatMessage]
 
     def __post_init__(self) -> None:
         self._output: list[dict[str, Any]] = []
@@ -247,8 +288,8 @@ class ResponsesGeneration:
             "model": request.model or self.frontend.model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": request.previous_response_id,
+            "store": request.store is not False,
             "temperature": self.frontend.defaults.temperature if request.temperature is None else request.temperature,
             "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
             "tool_choice": request.tool_choice.model_dump()
@@ -368,7 +409,30 @@ class ResponsesGeneration:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-        yield {"type": f"response.{self._status}", "response": self._response()}
+        response = self._response()
+        if self.request.store is not False:
+            self._keep(response)
+        yield {"type": f"response.{self._status}", "response": response}
+
+    def _keep(self, response: dict[str, Any]) -> None:
+        """Keep the answer, and the conversation up to it."""
+        texts = dict.fromkeys(("message", "reasoning"), "")
+        calls = []
+        for item in self._output:
+            if item["type"] == "function_call":
+                function = CalledFunction(name=item["name"], arguments=item["arguments"])
+                calls.append(ToolCall(id=item["call_id"], type="function", function=function))
+            else:
+                texts[item["type"]] += item["content"][0]["text"]
+        message = ChatMessage(
+            role="assistant",
+            content=texts["message"] if texts["message"] or not calls else None,
+            tool_calls=calls or None,
+            reasoning_content=texts["reasoning"] or None,
+        )
+        messages = [*self.messages, message]
+        size = len(to_json(response)) + sum(len(each.model_dump_json(exclude_none=True)) for each in messages)
+        self.frontend.answers.put(self.key, self._identity, StoredAnswer(response, messages, size))
 
     async def response(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:

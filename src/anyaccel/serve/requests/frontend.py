@@ -18,6 +18,7 @@ from anyaccel.serve.requests.defaults import SamplingDefaults
 from anyaccel.serve.requests.infill import Infill, find_infill
 from anyaccel.serve.requests.metrics import Metrics
 from anyaccel.serve.requests.reasoning import ReasoningFormat, detect_reasoning
+from anyaccel.serve.requests.stored import AnswerStore
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
@@ -65,6 +66,7 @@ class Frontend:
         self.defaults = defaults or SamplingDefaults()
         self.limits = limits or HttpLimits()
         self.metrics = Metrics()
+        self.answers = AnswerStore()
         self.created = int(time.time())
 
     @property
