@@ -259,8 +259,11 @@ def test_keys_open_what_computes() -> None:
         assert keyed(headers).status == 200
     for path in ("/health", "/ready", "/metrics", "/version", "/", "/openapi.json", "/docs"):
         assert keyed(path=path).status == 200
-    for path in ("/tokenize", "/detokenize", CHAT, "/v1/embeddings", "/v1/responses", "/v1/completions"):
+    posts = ("/tokenize", CHAT, "/v1/embeddings", "/v1/responses", "/v1/completions", "/v1/messages", "/api/chat")
+    for path in (*posts, "/detokenize", "/v1/messages/count_tokens", "/api/generate", "/api/embed", "/api/show"):
         assert got(path, method="POST", options={"keys": ["one"]}).status == 401
+    for path in ("/v1/models", "/v1/responses/x", "/api/tags", "/api/ps"):
+        assert got(path, options={"keys": ["one"]}).status == 401
 
 
 async def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -436,6 +439,12 @@ def test_the_openapi_document_is_complete() -> None:
         for name in reference.split("/"):
             value = value[name]
     assert result["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for path, methods in result["paths"].items():
+        for described in methods.values():
+            assert [each["name"] for each in described.get("parameters", ())] == re.findall(r"\{(\w+)\}", path)
+            assert path.count("{") == path.count("}") == len(described.get("parameters", ()))
+    assert set(result["paths"]["/v1/responses/{response}"]) == {"get", "delete"}
+    assert "application/x-ndjson" in result["paths"]["/api/chat"]["post"]["responses"]["200"]["content"]
 
 
 def test_a_request_ends_by_its_deadline_or_the_servers() -> None:

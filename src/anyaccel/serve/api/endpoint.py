@@ -72,7 +72,7 @@ def document(endpoints: Iterable[Endpoint], root: str = "") -> dict[str, Any]:
         if each.body is not None:
             shapes.append(each.body)
         path, _, parameter = each.path.partition("{")
-        name = parameter.partition(":")[0]
+        name = parameter.removesuffix("}").partition(":")[0]
         if name:
             path += f"{{{name}}}"
             described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
