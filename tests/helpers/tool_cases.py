@@ -247,6 +247,7 @@ EDGES: list[tuple[str, str, str, list[ParsedCall]]] = [
 # format, whether the prompt has opened the thoughts, the text, the thoughts and the rest
 THOUGHTS: list[tuple[str, bool, str, str, str]] = [
     ("think", False, "<think>Hm.</think>\n\nYes.", "Hm.", "Yes."),
+    ("think", False, "\n <think>Hm.</think>Yes.", "Hm.", "Yes."),
     ("think", True, "Hm.</think>\n\nYes.", "Hm.", "Yes."),
     ("think", False, " Yes <think>.", "", " Yes <think>."),
     ("think", True, "Hm.</thin", "Hm.</thin", ""),

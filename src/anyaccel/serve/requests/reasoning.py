@@ -170,11 +170,9 @@ class ReasoningParser:
                 self._state, self._text = "inside", start[len(mark) :]
                 return
         marks = (*self._form.begin, *([opening] if opening else ()))
-        if any(mark.startswith(start) for mark in marks) and not last and start != opening:
-            return
         if opening and start.startswith(opening):
             self._state, self._text = "gap", start
-        else:
+        elif last or not any(mark.startswith(start) for mark in marks):
             self._state = "answer"
 
     def _find_answer(self, last: bool) -> None:

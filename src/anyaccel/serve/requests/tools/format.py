@@ -168,24 +168,25 @@ class ToolFormat:
         return tuple(dict.fromkeys(found))
 
     def match(self, text: str, found: Found, last: bool) -> int:
-        """The end of the call that a text begins with, or MORE; FAIL, also if the `last` text has only a part of one.
+        """The end of the call that a text begins with, or MORE, or FAIL; fills `found`.
 
-        `found` has the call or its part.
+        Args:
+            last: no more text comes: where one form is incomplete, another one may be complete.
         """
         begin = Maybe((self.section[0],))
+        result = FAIL
         for parts in self.calls:
             attempt = Found(found.schemas)
             end = match_parts((begin, *parts) if self.section[0] else parts, text, 0, attempt, last)
-            if end == MORE and last:
-                vars(found).update(vars(attempt))
-                end = FAIL
             if end == FAIL:
                 continue
             if end != MORE and not attempt.calls:
                 attempt.calls.append(ParsedCall(attempt.name, attempt.arguments or "{}", attempt.identity))
             vars(found).update(vars(attempt))
-            return end
-        return FAIL
+            if end != MORE or not last:
+                return end
+            result = MORE
+        return result
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:
         """The name of a rule for all calls of an answer."""

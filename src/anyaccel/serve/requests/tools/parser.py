@@ -49,8 +49,7 @@ class ToolCallParser:
             if self._state == "call":
                 content += self._take_call(calls, last)
             if (self._state, self._text) == before or not self._text:
-                # What max_tokens has left of a further call is no text.
-                return ("" if self._is_required and self._count else content), calls
+                return content, calls
 
     def _find_unmarked(self, last: bool) -> None:
         """At the beginning of the answer and after a call: find a call without a mark, or go on with the text."""
@@ -79,7 +78,7 @@ class ToolCallParser:
             self._lines = text[len(shown) :]
             return shown
         end = len(self._text)
-        if not last:
+        if not last or self._is_cut:
             end -= max((overlap(self._text, mark) for mark in self._form.marks), default=0)
             end = len(self._text[:end].rstrip("\n"))
         text, self._text = self._text[:end], self._text[end:]
@@ -99,9 +98,12 @@ class ToolCallParser:
                 self._state, self._shown = "after", -1
                 self._count += 1
             return ""
-        if end == MORE:
+        if end == MORE and (not last or self._is_cut):
+            self._text = "" if last else self._text
             return ""
-        if end == FAIL:
+        if end < 0:
+            if self._shown >= 0:  # no grammar has held it, after all: what was returned stays as it is
+                self._count, self._shown = self._count + 1, -1
             self._state = "text"
             mark = max(marks, key=len, default="")
             self._text = self._text[len(mark) :]
@@ -121,6 +123,11 @@ class ToolCallParser:
         elif end > self._shown:
             calls.append(ParsedCall("", self._text[self._shown : end]))
         self._shown = max(self._shown, end)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether what comes last is only what max_tokens has left of a further call, which is no text."""
+        return self._is_required and self._count > 0
 
     def _identity(self, name: str, given: str) -> str:
         """The id of a call, where the model has given it one."""
