@@ -751,6 +751,10 @@ CASES |= {
             final_logit_softcapping=3.0,
         ),
     ),
+    "gemma4_text-alike": (
+        "Gemma4TextConfig",
+        common(**_GEMMA4 | {"global_head_dim": 8}, hidden_size_per_layer_input=0),
+    ),
     "gemma4_text-large": (
         "Gemma4TextConfig",
         common(

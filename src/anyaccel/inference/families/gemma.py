@@ -98,10 +98,9 @@ def _sharing(config: Config, kinds: list[str]) -> list[int]:
 
 def _own_sizes(config: Config, index: int, kind: str) -> tuple[int, int]:
     """Values of a head, and key/value heads, of one layer."""
-    every = config.mapping("per_layer_config").known()
-    if every:
+    if config.has("per_layer_config"):  # where all layers are alike, it is empty
         own: Any = {}
-        for key, value in every.items():  # "05" of thirty layers
+        for key, value in config.mapping("per_layer_config").known().items():  # "05" of thirty layers
             if not str(key).isdecimal():
                 raise ModelError(f"config: per_layer_config: {short_repr(key)} is not the number of a layer")
             own = value if int(key) == index else own

@@ -16,20 +16,33 @@ from anyaccel.validation import Fields
 _IMAGES, _SOUND = "no image", "no sound"
 # model_type -> what it reads beside text.
 READS = {
+    "aya_vision": _IMAGES,
+    "cohere2_vision": _IMAGES,
+    "exaone4_5": _IMAGES,
+    "glm46v": _IMAGES,
+    "glm4v": _IMAGES,
+    "glm4v_moe": _IMAGES,
+    "got_ocr2": _IMAGES,
     "idefics2": _IMAGES,
     "idefics3": _IMAGES,
     "internvl": _IMAGES,
+    "kimi_k25": _IMAGES,
+    "kimi_vl": _IMAGES,
+    "lighton_ocr": _IMAGES,
     "llava": _IMAGES,
     "llava_next": _IMAGES,
     "llava_next_video": _IMAGES,
     "llava_onevision": _IMAGES,
     "mistral3": _IMAGES,
+    "ovis2": _IMAGES,
     "qwen2_5_vl": _IMAGES,
     "qwen2_audio": _SOUND,
     "qwen2_vl": _IMAGES,
     "qwen3_vl": _IMAGES,
     "qwen3_vl_moe": _IMAGES,
     "smolvlm": _IMAGES,
+    "video_llama_3": _IMAGES,
+    "video_llava": _IMAGES,
     "vipllava": _IMAGES,
     "voxtral": _SOUND,
 }
@@ -41,9 +54,31 @@ _SAME = {
     "qwen2_vl": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "kimi_k2": "deepseek_v3",
 }
+# Text models that are published with code of their own, which is that of a model of transformers.
+_WITH_OWN_CODE = ("kimi_k2",)
 # What these decoders always do, and the text models only if they are told.
-_ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_ALWAYS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm4v_text": {"attention_bias": True},
+}
+# The same of whole models: their logits are without the decoder's factor.
+_ALWAYS_WHOLE: dict[str, dict[str, Any]] = {
+    "aya_vision": {"logit_scale": 1.0},
+    "cohere2_vision": {"logit_scale": 1.0},
+}
+# What these decoders take for a value that is missing, where the text model takes another.
+_MISSING: dict[str, dict[str, Any]] = {
+    "glm4v_text": {
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+    },
+    "glm4v_moe_text": {"partial_rotary_factor": 1.0, "attention_bias": True},
+}
 # What the outer level of a config says of the text, where it says it.
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 # transformers' text models where a config does not name its own.
@@ -86,7 +121,7 @@ class TextPart:
 
 
 def text_part(config: Mapping[str, Any], has_head: bool) -> dict[str, Any] | None:
-    """The configuration of a model's decoder, as of a text model of its own; None if it is no such model.
+    """The configuration of a model's decoder, as of a text model of transformers; None where it is one already.
 
     Args:
         config: config.json of the whole.
@@ -97,7 +132,7 @@ def text_part(config: Mapping[str, Any], has_head: bool) -> dict[str, Any] | Non
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READS:
-        return None
+        return {**config, "model_type": _SAME[kind]} if kind in _WITH_OWN_CODE else None
     outer = Fields(config, "config: ")
     part = outer.mapping("text_config")
     values = part.known() or {name: value for name, value in config.items() if name != "vision_config"}
@@ -110,5 +145,11 @@ def text_part(config: Mapping[str, Any], has_head: bool) -> dict[str, Any] | Non
         rope = Fields(values, part.where).mapping(name).known() if name in values else {}
         if "mrope_section" in rope:  # positions of three kinds, which are all the same for text
             kept = {each: value for each, value in rope.items() if not each.startswith("mrope")}
-            found[name] = kept | {"type": "default", "rope_type": "default"}
-    return found | _ALWAYS.get(own, {}) | {"model_type": _SAME.get(own, own)}
+            of_text = Fields(rope, part.where).text("rope_type", "") or Fields(rope, part.where).text("type", "")
+            of_text = "default" if of_text in ("", "mrope") else of_text
+            found[name] = kept | {"type": of_text, "rope_type": of_text}
+    if own == "glm4v_text":  # its heads are not of the text model's usual size
+        sizes = Fields({"hidden_size": 4096, "num_attention_heads": 32} | values, part.where)
+        found["head_dim"] = sizes.get_int("hidden_size", minimum=1) // sizes.get_int("num_attention_heads", minimum=1)
+    always = _ALWAYS.get(own, {}) | _ALWAYS_WHOLE.get(kind, {})
+    return _MISSING.get(own, {}) | found | always | {"model_type": _SAME.get(own, own)}

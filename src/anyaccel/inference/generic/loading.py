@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -118,7 +119,7 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: transformers does not know the architecture.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     check_dtype(native.config, f"{path / 'config.json'}: ")
     try:
@@ -126,7 +127,8 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
         _forget_quantisation(config)
         pad_within_vocabulary(config)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            own = _of_several(config)
+            model: Any = own._from_config(config, dtype=dtype) if own else _by_config(config, dtype)
         model.eval()
         model.name_or_path = config.name_or_path = str(path)
         if native.generation_config:
@@ -134,6 +136,22 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{path}: transformers cannot build this model ({error_text(error)})") from error
     return model
+
+
+def _by_config(config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _of_several(config: Any) -> Any:
+    """The language model that transformers has for models of several modalities only, as Mistral 4's; None if none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return getattr(modeling, f"{type(config).__name__.removesuffix('Config')}ForCausalLM", None)
 
 
 def _configuration(values: Mapping[str, Any]) -> Any:

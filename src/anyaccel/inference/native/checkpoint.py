@@ -61,8 +61,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     check_language_model(path, config)
     source = quantised_source(folder_source(path), config)
     if (part := text_part(config, any(map(_HEAD.search, source.names())))) is not None:
-        reads = READS[config["model_type"]]
-        logger.warning("%s: the language model of %s runs, %s is read", path, config["model_type"], reads)
+        if (reads := READS.get(config["model_type"])) is not None:
+            logger.warning("%s: the language model of %s runs, %s is read", path, config["model_type"], reads)
         source, config = TextPart(source), part
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
 
