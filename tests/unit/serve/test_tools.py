@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -389,3 +390,39 @@ def test_some_tools_may_be_allowed(mode: str) -> None:
     wrong = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{**named, "function": {"name": "no"}}]}}
     answer = chat(engine, {"tools": [CLOCK], "tool_choice": wrong})
     assert answer.status == 400 and answer.json["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("template", "pattern"),
+    [
+        ("", "call_[0-9a-f]+"),
+        ("{# [TOOL_CALLS] #}", "[a-zA-Z0-9]{9}"),
+        ("{# <|tool_call_begin|> #}", r"functions\.(clock:0|weather:1)"),
+    ],
+    ids=["any", "short", "counted"],
+)
+@pytest.mark.parametrize("ids", [("toolu_1", "toolu_2"), ("", "")], ids=["given", "missing"])
+def test_results_have_the_ids_of_their_calls(template: str, pattern: str, ids: tuple[str, str]) -> None:
+    """Mistral's templates take ids of nine characters only, Kimi's name calls by them, Ollama's clients send none."""
+    names = ("clock", "weather")
+    calls = [
+        {"function": {"name": name, "arguments": "{}"}, **({"id": id} if id else {})}
+        for name, id in zip(names, ids, strict=True)
+    ]
+    results = [
+        {"role": "tool", "content": name, **({"tool_call_id": id} if id else {"name": name})}
+        for name, id in zip(names, ids, strict=True)
+    ]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *reversed(results)]
+    source = (
+        template + "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}={{ c.id }};{% endfor %}"
+    )
+    source += "{% if m.role == 'tool' %}{{ m.content }}={{ m.tool_call_id }};{% endif %}{% endfor %}"
+    engine = FakeEngine()
+    assert chat(engine, {"messages": messages}, tokenizer=ByteTokenizer(source)).status == 200
+    written = bytes(engine.requests[0].prompt).decode().removesuffix(";").split(";")
+    pairs = [each.split("=") for each in written]
+    assert [name for name, _ in pairs] == ["clock", "weather", "weather", "clock"]
+    assert pairs[0][1] == pairs[3][1] != pairs[1][1] == pairs[2][1]
+    for _, identity in pairs:
+        assert re.fullmatch(pattern, identity) or (not template and identity in ids)

@@ -15,9 +15,11 @@ from anyaccel.serve.protocol.common import AllowedTools, ChatMessage, ContentPar
 from anyaccel.serve.protocol.errors import ApiError, wrong
 from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.structured import answer_grammar, callable_functions, nesting_depth
+from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import instructions
 
 # The prompt opens an answer, adds nothing, or leaves the last message open.
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 Ending = Literal["answer", "none", "continue"]
 _THINKING_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking", "thinking_budget")
 
@@ -215,6 +217,7 @@ def render(
     ):
         raise wrong("chat_template_kwargs", f"more than {limits.MOST_VALUES} characters, or too deep")
     rendered = [_template_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    _name_calls(rendered, frontend.tool_format)
     template = frontend.tokenizer.tool_template if tools else frontend.tokenizer.template
     if tools and "tools" not in template:
         if rendered[0]["role"] != "system":
@@ -259,13 +262,43 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     if message.tool_calls:
         made["tool_calls"] = [
             {
-                "id": call.id or new_id("call_"),
+                "id": call.id or "",
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
     return made
+
+
+def _name_calls(messages: Sequence[dict[str, Any]], form: ToolFormat) -> None:
+    """Give calls ids where they have none, or none that the template takes; results get that of their call.
+
+    A client may leave them out (Ollama's do): then results are in the order of the calls.
+    """
+    named: dict[str, str] = {}
+    count = 0
+    open_calls: list[dict[str, Any]] = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            given, name = call["id"], call["function"]["name"]
+            if form.identity and not given.startswith(form.identity.format(name=name, index="")):
+                call["id"] = form.identity.format(name=name, index=count)
+            elif not given or (form.short_ids and not _SHORT_ID.fullmatch(given)):
+                call["id"] = new_id("")[:9] if form.short_ids else new_id("call_")
+            count += 1
+            named[given] = call["id"]
+            open_calls.append(call)
+        if message["role"] != "tool":
+            continue
+        given = message.get("tool_call_id", "")
+        name = message.get("name")
+        found = next((call for call in open_calls if given and call["id"] == named.get(given)), None)
+        if found is None and not given:
+            found = next((call for call in open_calls if name in (None, call["function"]["name"])), None)
+        if found is not None:
+            open_calls.remove(found)
+            message["tool_call_id"] = found["id"]
 
 
 def _arguments(text: str) -> Any:

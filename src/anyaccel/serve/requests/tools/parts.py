@@ -28,8 +28,10 @@ from anyaccel.serve.requests.tools.values import properties_of, resolve, type_of
 
 _WORD = re.compile(r"[\w.\-]+")
 # Texts in quotes, brackets, and what is between them; a quote alone is the beginning of a text that is not complete.
-_JSON = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{}\]]|[^"\[\]{}]+|"', re.DOTALL)
-_PYTHON = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[\[({})\]]|[^"'\[\](){}]+|["']""", re.DOTALL)
+_JSON = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{}\]]|[^"\[\]{}]+|"', re.DOTALL)
+_PYTHON = re.compile(
+    r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'|[\[({})\]]|[^"'\[\](){}]+|["']""", re.DOTALL
+)
 _HEAD = re.compile(r'\s*\{\s*"(?:tool_)?name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMES = {"true": True, "false": False, "null": None}
 
@@ -156,8 +158,10 @@ class Json:
             return FAIL
         if (head := _HEAD.match(text, place)) is not None:
             found.name, found.begun = head[1], head.end()
-            if (end := balanced(text, head.end())) > 0:
-                found.ended = end
+            inner = balanced(text, head.end())
+            if inner < 0:  # the arguments are incomplete, and so is what they are in
+                return inner
+            found.ended = inner
         end = balanced(text, place)
         if end < 0:
             return end
