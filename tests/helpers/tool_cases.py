@@ -114,6 +114,10 @@ WRITTEN: dict[str, tuple[str, str]] = {
         '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
         '<|tool_call_start|>[weather(city="Oslo"), clock()]<|tool_call_end|>',
     ),
+    "olmo3": (
+        '<function_calls>\nweather(city="Oslo")\n</function_calls>',
+        '<function_calls>\nweather(city="Oslo")\nclock()\n</function_calls>',
+    ),
     "hunyuan": (
         '<tool_calls>[{"name": "weather", "arguments": {"city": "Oslo"}}]</tool_calls>',
         '<tool_calls>[{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "clock", "arguments": {}}]</tool_calls>',
@@ -160,6 +164,8 @@ TEMPLATES: dict[str, str] = {
     "granite": f"{{# <|start_of_role|> #}}<|tool_call|>[{_JSON}]",
     "lfm2": "<|tool_call_start|>[{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v | tojson }}"
     "{{ ', ' if not loop.last }}{% endfor %})]<|tool_call_end|>",
+    "olmo3": "<function_calls>\n{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %})\n</function_calls>",
     "hunyuan": f"<tool_calls>[{_JSON}]</tool_calls>",
     "mistral": f"[TOOL_CALLS][{_JSON}]",
     "pythonic": "{# [func_name1(params_name1=...)] #}[{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}="
@@ -232,6 +238,13 @@ EDGES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("llama3", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3", "plain", "plain", []),
     ("pythonic", "[weather(city='O\\'s', days=-2, tags=['a', \"]\"], where={'lat': 1.0}, exact=None), clock()] Done.", "Done.", [_weather('{"city": "O\'s", "days": -2, "tags": ["a", "]"], "where": {"lat": 1.0}, "exact": null}'), NOON]),
+    ("pythonic", "[weather(days=1e999)]", "[weather(days=1e999)]", []),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', []),
+    ("kimi-k2", '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"days": 1e999}<|tool_call_end|>', '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"days": 1e999}<|tool_call_end|>', []),
+    ("qwen3-coder", "<function=weather><parameter=days>1e999</parameter></function>", "", [_weather('{"days": "1e999"}')]),
+    ("olmo3", "<function_calls>weather(city='O\\'s', days=2)\n\nclock() </function_calls>", "", [_weather('{"city": "O\'s", "days": 2}'), NOON]),
+    ("olmo3", "<function_calls>weather(city='x')]</function_calls>", "<function_calls>weather(city='x')]</function_calls>", []),
+    ("olmo3", "<function_calls></function_calls>", "<function_calls></function_calls>", []),
     ("pythonic", "[weather(city=true)]", "", [_weather('{"city": true}')]),
     ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
     ("pythonic", "[weather(1)]", "[weather(1)]", []),

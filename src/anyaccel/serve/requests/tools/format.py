@@ -282,6 +282,15 @@ def containing(*marks: str, but: Sequence[str] = ()) -> Callable[[str], bool]:
     return lambda template: all(mark in template for mark in marks) and not any(mark in template for mark in but)
 
 
+def to_json(value: Any) -> str:
+    """A value as JSON.
+
+    Raises:
+        ValueError: it has a number that is not finite, which JSON cannot have.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
 def walk_calls(value: Any) -> Iterator[ParsedCall | None]:
     """The calls that a JSON value describes: an object, or a list of them."""
     for each in value if isinstance(value, list) else [value]:
@@ -302,4 +311,7 @@ def parse_call(value: Any) -> ParsedCall | None:
         return ParsedCall(name, arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         return None
-    return ParsedCall(name, json.dumps(arguments or {}, ensure_ascii=False))
+    try:
+        return ParsedCall(name, to_json(arguments or {}))
+    except ValueError:
+        return None

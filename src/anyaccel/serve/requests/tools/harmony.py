@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from anyaccel.inference.text.stopping import overlap
 from anyaccel.serve.requests.tools.format import ParsedCall, ToolFormat, containing
-from anyaccel.serve.requests.tools.parts import Arguments, Name, load
+from anyaccel.serve.requests.tools.parts import Arguments, Name, load_object
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -120,6 +119,4 @@ class HarmonyParser:
                 calls.append(ParsedCall("" if self._shown else self._function, body))
                 self._shown += max(1, len(body))
         elif ended:
-            value = load(body)
-            arguments = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else body.strip() or "{}"
-            calls.append(ParsedCall(self._function, arguments))
+            calls.append(ParsedCall(self._function, load_object(body) or body.strip() or "{}"))

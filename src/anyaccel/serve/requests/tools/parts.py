@@ -22,6 +22,7 @@ from anyaccel.serve.requests.tools.format import (
     lark_text,
     match_text,
     skip,
+    to_json,
     walk_calls,
 )
 from anyaccel.serve.requests.tools.values import properties_of, resolve, type_of, typed_value, types_of
@@ -61,6 +62,15 @@ def load(text: str) -> Any:
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
+        return None
+
+
+def load_object(text: str) -> str | None:
+    """The JSON of an object that a model has written, or None."""
+    value = load(text)
+    try:
+        return to_json(value) if isinstance(value, dict) else None
+    except ValueError:
         return None
 
 
@@ -122,11 +132,10 @@ class Arguments:
         end = balanced(text, place)
         if end < 0:
             return end
-        value = load(text[place:end])
-        if not isinstance(value, dict):
+        found.arguments = load_object(text[place:end])
+        if found.arguments is None:
             return FAIL
         found.ended = end
-        found.arguments = json.dumps(value, ensure_ascii=False)
         return end
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:
@@ -250,7 +259,7 @@ class Parameters:
             if (begun := match_text(text, place, self.begin)) < 0:
                 closed = match_text(text, place, self.close)
                 if closed >= 0:
-                    found.arguments = json.dumps(values, ensure_ascii=False)
+                    found.arguments = to_json(values)
                 return MORE if closed == FAIL and begun == MORE else closed
             named = text.find(self.middle.split("\n")[0], begun)
             if named < 0:
@@ -302,11 +311,19 @@ class Parameters:
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Calls as a list in Python: `[weather(city="Oslo"), clock()]`."""
+    """Calls in Python: a list as `[weather(city="Oslo"), clock()]`, or each on a line of its own.
 
+    Args:
+        end: what comes after calls on lines; "": they are a list.
+    """
+
+    end: str = ""
     whole = True
 
     def match(self, text: str, place: int, found: Found) -> int:
+        return self._match_lines(text, place, found) if self.end else self._match_list(text, place, found)
+
+    def _match_list(self, text: str, place: int, found: Found) -> int:
         place = skip(text, place)
         if place < len(text) and text[place] != "[":
             return FAIL
@@ -319,13 +336,28 @@ class PythonCalls:
         end = balanced(text, place, _PYTHON)
         if end < 0:
             return end
-        try:
-            tree = ast.parse(text[place:end], mode="eval").body
-            assert isinstance(tree, ast.List)
-            found.calls += [_python_call(each) for each in tree.elts]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return FAIL
-        return end
+        calls = _python_calls(text[place:end])
+        found.calls += calls or ()
+        return end if calls else FAIL
+
+    def _match_lines(self, text: str, place: int, found: Found) -> int:
+        while True:
+            place = skip(text, place)
+            if found.calls and text.startswith(self.end, place):
+                return place
+            name = re.compile(r"[A-Za-z_][\w.]*\s*").match(text, place)
+            if name is None:
+                return MORE if self.end.startswith(text[place:]) else FAIL
+            if name.end() == len(text):
+                return MORE
+            end = balanced(text, name.end(), _PYTHON) if text[name.end()] == "(" else FAIL
+            if end < 0:
+                return end
+            calls = _python_calls(f"[{text[place:end]}]")
+            if not calls:
+                return FAIL
+            found.calls += calls
+            place = end
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:
         calls = []
@@ -337,8 +369,18 @@ class PythonCalls:
             made = rules.members(members, '", "') if members else ""
             calls.append(f'{lark_text(function.name)} "(" {made} ")"')
         call = rules.rule(" | ".join(calls))
-        more = f' (", " {call})*' if several else ""
-        return f'"[" {call}{more} "]"'
+        separator = lark_text("\n" if self.end else ", ")
+        more = f" ({separator} {call})*" if several else ""
+        return f"{call}{more}" if self.end else f'"[" {call}{more} "]"'
+
+
+def _python_calls(text: str) -> list[ParsedCall]:
+    """The calls in a list; none where it has anything else."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        return [_python_call(each) for each in tree.elts] if isinstance(tree, ast.List) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def _python_call(node: ast.expr) -> ParsedCall:
@@ -350,7 +392,7 @@ def _python_call(node: ast.expr) -> ParsedCall:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with keyword arguments")
     values = {str(each.arg): _python_value(each.value) for each in node.keywords}
-    return ParsedCall(ast.unparse(node.func), json.dumps(values, ensure_ascii=False))
+    return ParsedCall(ast.unparse(node.func), to_json(values))
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -397,11 +439,8 @@ class Quoted:
             depth += (piece in ("{", "[")) - (piece in ("}", "]"))
             made += re.sub(r'([^\s,:"\[\]{}]+)(?=\s*:)', lambda word: json.dumps(word[1]), piece)
             if not depth:
-                value = load(made)
-                if not isinstance(value, dict):
-                    return FAIL
-                found.arguments = json.dumps(value, ensure_ascii=False)
-                return place
+                found.arguments = load_object(made)
+                return FAIL if found.arguments is None else place
         return MORE
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:

@@ -74,6 +74,7 @@ def typed_value(text: str, root: Any, name: str) -> Any:
         return text
     try:
         value = json.loads(text, strict=False)
+        json.dumps(value, allow_nan=False)  # Python reads numbers that are not finite, too
     except (ValueError, RecursionError):
         value = _PYTHON.get(text.strip(), text)
     kind = type_of(value)
