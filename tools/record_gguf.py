@@ -49,6 +49,15 @@ _DEEPSEEK = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _MSCALE = {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 _GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 40,
+}
 _WINDOWS = {"num_hidden_layers": 4, "sliding_window": 5}
 
 
@@ -84,6 +93,56 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "Q8_0",
     ),
     "ernie4_5": ("Ernie4_5Config", common(head_dim=6, use_bias=True), "F32"),
+    "dots1": (
+        "Dots1Config",
+        common(
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            sliding_window=None,
+        ),
+        "F32",
+    ),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeConfig",
+        common(moe_num_experts=4, moe_k=2, moe_intermediate_size=8, moe_num_shared_experts=1, num_hidden_layers=3),
+        "F32",
+    ),
+    "gemma4": ("Gemma4TextConfig", common(**_GEMMA4, hidden_size_per_layer_input=8, num_kv_shared_layers=3), "F32"),
+    "gemma4-large": (
+        "Gemma4TextConfig",
+        common(
+            **_GEMMA4,
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            final_logit_softcapping=3.0,
+        ),
+        "F32",
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        common(
+            num_hidden_layers=5,
+            head_dim=4,
+            intermediate_size_mlp=32,
+            num_local_experts=2,
+            interleave_moe_layer_step=2,
+        ),
+        "F32",
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        common(
+            **_EXPERTS,
+            head_dim=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        "F32",
+    ),
     "exaone4": ("Exaone4Config", common(**_WINDOWS), "F32"),
     "exaone4-no-window": (
         "Exaone4Config",
@@ -199,6 +258,10 @@ def _as_before(values: dict[str, Any]) -> dict[str, Any]:
         values["architectures"] = ["MPTForCausalLM"]
     if kind in ("deepseek_v2", "deepseek_v3"):
         values["scoring_func"] = "sigmoid" if kind == "deepseek_v3" else "softmax"
+    if kind == "minimax_m2":
+        values["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
+    if kind == "llama4_text":
+        values["architectures"] = ["Llama4ForConditionalGeneration"]
     if kind in ("deepseek_v3", "glm4_moe"):
         values["num_nextn_predict_layers"] = 0
     return values
@@ -250,6 +313,10 @@ def main() -> int:
             model.save_pretrained(folder)
             config = Path(folder) / "config.json"
             config.write_text(json.dumps(_as_before(json.loads(config.read_text()))))
+            # Some of the converter's classes count its tokens.
+            vocabulary = {f"token {index}": index for index in range(model.config.vocab_size)}
+            tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": []}
+            (Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer))
             convert(Path(folder), DATA / f"{name}.gguf", CASES[name][2])
         with torch.no_grad():
             logits = model(torch.tensor([TOKENS])).logits[0]

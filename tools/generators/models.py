@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "models.md"
+CENSUS = ROOT / "tests" / "data" / "census.json"
 COLUMNS = ("norms", "positions", "attention", "MLP", "else")
 
 
@@ -142,6 +144,28 @@ def specs_of(cases: Mapping[str, tuple[str, Mapping[str, Any]]], types: Mapping[
     return found | {name: found[f"{name}_text"] for name, family in FAMILIES.items() if family.text}
 
 
+def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """The lines of the list of all causal models of transformers, as tools/census.py found them."""
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in sorted(names))
+
+    of_way: dict[str, list[str]] = {}
+    for name, found in taken.items():
+        of_way.setdefault("native" if name in FAMILIES else found["way"], []).append(name)
+    heads = {
+        "native": "In the native and the device runtime",
+        "own code": "With their own code and packed linears",
+        "untried": "Not in the census, which knows no small configuration that transformers' own code runs with",
+        "fails": "Failing",
+    }
+    yield ""
+    for way, head in heads.items():
+        if of_way.get(way):
+            yield f"**{head}** ({len(of_way[way])}): {listed(of_way[way])}."
+            yield ""
+
+
 def files() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -149,4 +173,5 @@ def files() -> dict[Path, str]:
     import family_cases
 
     types = {name: model_type for model_type, name in CONFIG_MAPPING_NAMES.items() if model_type in FAMILIES}
-    return {PAGE: fill(PAGE.read_text(), "models", rows(specs_of(family_cases.CASES, types)))}
+    text = fill(PAGE.read_text(), "models", rows(specs_of(family_cases.CASES, types)))
+    return {PAGE: fill(text, "all models", census_rows(json.loads(CENSUS.read_text())))}

@@ -51,6 +51,10 @@ def _may_be_unused(source: GgufSource, name: str) -> bool:
     kind = values.text("general.architecture")
     guessing = values.get_int(f"{kind}.nextn_predict_layers", 0)
     words = name.split(".")
+    # Keys and values of layers that see those of earlier ones.
+    sharing = values.get_int(f"{kind}.attention.shared_kv_layers", 0)
+    if sharing and len(words) == 4 and words[1].isdecimal() and words[2] in ("attn_k", "attn_v", "attn_k_norm"):
+        return int(words[1]) >= values.get_int(f"{kind}.block_count") - sharing
     if not guessing or words[0] != "blk" or len(words) < 3 or not words[1].isdecimal():
         return False
     layers = values.get_int(f"{kind}.block_count")

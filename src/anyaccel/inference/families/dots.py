@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms, windows
-from anyaccel.inference.families.deepseek import DEEPSEEK, choice_by_bias
+from anyaccel.inference.families.deepseek import DEEPSEEK, GGUF_DEEPSEEK_EXPERTS, choice_by_bias, gguf_deepseek_experts
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, Metadata, biases
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
@@ -28,6 +31,20 @@ def dots1(config: Config) -> DecoderSpec:
         for index, window in enumerate(each_window)
     ]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
+
+
+def _gguf_dots1(values: Metadata, config: dict[str, Any]) -> None:
+    config["sliding_window"] = None
+
+
+ARCHITECTURES = {
+    "dots1": Architecture(
+        "dots1",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, **GGUF_QK_NORM, **GGUF_DEEPSEEK_EXPERTS},
+        extra=(biases, gguf_deepseek_experts, _gguf_dots1),
+    ),
+}
 
 
 FAMILIES = {

@@ -19,7 +19,16 @@ from anyaccel.inference.families.common import (
     rms,
 )
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, Architecture, Metadata, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_EXPERTS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_SHARED_EXPERTS,
+    Architecture,
+    Metadata,
+    biases,
+    gguf_mixture,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope
@@ -122,6 +131,26 @@ def _gguf_ernie(values: Metadata, config: dict[str, Any]) -> None:
     config["use_bias"] = config["attention_bias"]
 
 
+def _gguf_ernie_moe(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config, "moe_num_experts")
+    config["moe_k"] = config.pop("num_experts_per_tok")
+    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+    config["moe_num_shared_experts"] = values.count("expert_shared_count", 0)
+    config["moe_layer_start_index"] = values.count("leading_dense_block_count", 0)
+    config["moe_layer_interval"] = values.count("interleave_moe_layer_step", 1, 1)
+
+
 ARCHITECTURES = {
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        GGUF_MODULES,
+        {
+            **GGUF_LLAMA,
+            **GGUF_EXPERTS,
+            **GGUF_SHARED_EXPERTS,
+            "=mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        extra=(biases, _gguf_ernie, _gguf_ernie_moe),
+    ),
     "ernie4_5": Architecture("ernie4_5", GGUF_MODULES, GGUF_LLAMA, extra=(biases, _gguf_ernie)),
 }

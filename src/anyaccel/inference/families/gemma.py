@@ -32,7 +32,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
 from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Layer, LayerInputs, Mlp, QkNorm, Rope
 from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one
-from anyaccel.validation import Fields, check_mapping, short_repr
+from anyaccel.validation import Fields, check_integer, check_mapping, short_repr
 
 
 def _gemma(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0) -> DecoderSpec:
@@ -320,6 +320,62 @@ GEMMA4_DEFAULTS = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     },
 }
+
+
+def gguf_gemma4(values: Metadata, config: dict[str, Any]) -> None:
+    """Layers that see everything have other heads; those that share keys and values may have a wider MLP."""
+    kinds = config["layer_types"] = sliding_layers(values, 6)
+    count = len(kinds)
+
+    def each(name: str) -> list[int]:
+        given = values.items(name) if values.is_list(name) else [values.count(name, minimum=1)] * count
+        if len(given) < count:
+            raise ModelError(f"{values.where}{name} is of {len(given)} layers, not of {count}")
+        return [check_integer(value, values.where + name, 1, 1 << 24) for value in given[:count]]
+
+    heads, features = each("attention.head_count_kv"), each("feed_forward_length")
+    sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else 0
+    config["head_dim"] = values.count("attention.key_length_swa", minimum=1, maximum=1 << 16)
+    config["num_key_value_heads"] = heads[sliding]
+    config["per_layer_config"] = {
+        str(index): {"head_dim": values.head_dim, "num_key_value_heads": heads[index]}
+        for index, kind in enumerate(kinds)
+        if kind == "full_attention"
+    }
+    shared = config["num_kv_shared_layers"] = values.count("attention.shared_kv_layers", 0)
+    config["intermediate_size"] = features[0]
+    config["use_double_wide_mlp"] = features[-1] == 2 * features[0]
+    wanted = [features[0] * (2 if config["use_double_wide_mlp"] and at >= count - shared else 1) for at in range(count)]
+    if features != wanted:
+        raise Unsupported(f"layers of different sizes ({values.where}feed_forward_length)")
+    config["sliding_window"] = values.count("attention.sliding_window", minimum=1)
+    config["final_logit_softcapping"] = values.number("final_logit_softcapping", 0.0)
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    config["attention_bias"] = values.has_tensor("blk.0.attn_q.bias")
+    config["enable_moe_block"] = values.has_tensor("blk.0.ffn_gate_inp.weight")
+    config["hidden_size_per_layer_input"] = values.count("embedding_length_per_layer_input", 0)
+    if values.has_tensor("per_layer_token_embd.weight"):
+        config["vocab_size_per_layer_input"] = values.shape("per_layer_token_embd.weight")[0]
+    # Where a layer sees everything, the first pairs of a head turn; the others have a divisor that stops them.
+    name = "rope_freqs.weight"
+    values.used.add(name)
+    divisors = values.source.file_of(name).floats(name, (values.head_dim // 2,))
+    turned = sum(divisor == 1.0 for divisor in divisors)
+    if not turned or any(divisor < 1e20 for divisor in divisors[turned:]):
+        raise Unsupported(f"divisors of rotary positions ({values.path}: tensor {name!r})")
+    config["rope_parameters"] = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": turned / len(divisors),
+            "rope_theta": config.pop("rope_theta"),
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": values.number("rope.freq_base_swa", 1e4, above=0.0),
+        },
+    }
+
+
 FAMILIES |= {
     "gemma4_text": Family("Gemma 4 (text)", gemma4, GEMMA4, GEMMA4_DEFAULTS),
     "gemma4": Family("Gemma 4 (text part)", gemma4, GEMMA4, GEMMA4_DEFAULTS, text="text_config"),
@@ -336,5 +392,26 @@ ARCHITECTURES = {
         norms_less_one=True,
         extra=(gguf_gemma, gguf_gemma3),
         others=("gemma3",),
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **GGUF_MODULES,
+            "model.embed_tokens_per_layer": "per_layer_token_embd",
+            "model.per_layer_model_projection": "per_layer_model_proj",
+            "model.per_layer_projection_norm": "per_layer_proj_norm",
+        },
+        {
+            **GGUF_LLAMA,
+            **GGUF_FOUR_NORMS,
+            **GGUF_QK_NORM,
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+            "=layer_scalar": "layer_output_scale.weight",
+        },
+        by_layer=True,
+        extra=(gguf_gemma4,),
+        others=("gemma4",),
     ),
 }

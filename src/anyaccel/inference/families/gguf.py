@@ -129,6 +129,7 @@ class Architecture:
         norms_less_one: GGUF stores 1 + weight of norms.
         conv1d: modules that Hugging Face stores [in, out].
         latent: attention is DeepSeek's, whose values have a length of their own and whose heads are rotated in part.
+        by_layer: layers have sizes and rotary positions of their own, which `extra` reads.
         extra: adds to the config what is special.
         variant: which architecture a file of this name is, where several share it.
     """
@@ -141,6 +142,7 @@ class Architecture:
     norms_less_one: bool = False
     conv1d: frozenset[str] = frozenset()
     latent: bool = False
+    by_layer: bool = False
     norm_eps: str = "rms_norm_eps"
     extra: tuple[Extra, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)  # config key here -> the family's

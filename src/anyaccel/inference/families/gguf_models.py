@@ -110,7 +110,8 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
         raise ModelError(
             f"{values.where}attention.value_length={values.value_dim}, but keys have a length of {values.head_dim}"
         )
-    if partial not in architecture.extra and not architecture.latent and values.rotated != values.head_dim:
+    whole = partial in architecture.extra or architecture.latent or architecture.by_layer
+    if not whole and values.rotated != values.head_dim:
         raise ModelError(
             f"{values.where}rope.dimension_count={values.rotated}, but this architecture rotates all {values.head_dim} "
             "values of a head"
@@ -122,7 +123,6 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
         "hidden_size": values.hidden,
         "num_hidden_layers": values.layers,
         "num_attention_heads": values.heads,
-        "num_key_value_heads": values.kv_heads,
         "max_position_embeddings": values.count("context_length", minimum=1),
         "head_dim": values.head_dim,
         "rope_theta": values.number("rope.freq_base", 10000.0, above=0.0),
@@ -130,11 +130,12 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": not values.has_tensor("output.weight"),
         architecture.norm_eps: values.number(f"attention.{eps}", minimum=0.0),
     }
-    if values.has("feed_forward_length"):
-        config["intermediate_size"] = values.features("feed_forward_length")
-    scaling = rope_scaling(values)
-    if scaling:
-        config["rope_scaling"] = scaling
+    if not architecture.by_layer:
+        config["num_key_value_heads"] = values.kv_heads
+        if values.has("feed_forward_length"):
+            config["intermediate_size"] = values.features("feed_forward_length")
+        if scaling := rope_scaling(values):
+            config["rope_scaling"] = scaling
     for extra in architecture.extra:
         extra(values, config)
     for name, other in architecture.renamed.items():

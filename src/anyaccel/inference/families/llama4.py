@@ -8,6 +8,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_ATTENTION, GGUF_MODULES, Architecture, Metadata, biases, gguf_mixture
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Norm, QkNorm
@@ -105,6 +106,40 @@ LLAMA4_DEFAULTS = {
     "attn_temperature_tuning": True,
     "floor_scale": 8192,
     "attn_scale": 0.1,
+}
+
+
+def _gguf_llama4(values: Metadata, config: dict[str, Any]) -> None:
+    """What the file does not say is as in Meta's models: llama.cpp knows them by the number of experts, too."""
+    gguf_mixture(values, config, "num_local_experts")
+    config["intermediate_size_mlp"] = config["intermediate_size"]
+    config["intermediate_size"] = values.features("expert_feed_forward_length")
+    config["interleave_moe_layer_step"] = values.count("interleave_moe_layer_step", 1, 1)
+    config["use_qk_norm"] = config["num_local_experts"] != 128
+    if values.has("attention.sliding_window") and values.count("attention.sliding_window") == 0:
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+
+
+ARCHITECTURES = {
+    "llama4": Architecture(
+        "llama4_text",
+        GGUF_MODULES,
+        {
+            **GGUF_ATTENTION,
+            "feed_forward.gate_proj": "ffn_gate",
+            "feed_forward.up_proj": "ffn_up",
+            "feed_forward.down_proj": "ffn_down",
+            "feed_forward.router": "ffn_gate_inp",
+            "feed_forward.experts.{expert}.gate_proj": "ffn_gate_exps",
+            "feed_forward.experts.{expert}.up_proj": "ffn_up_exps",
+            "feed_forward.experts.{expert}.down_proj": "ffn_down_exps",
+            "feed_forward.shared_expert.gate_proj": "ffn_gate_shexp",
+            "feed_forward.shared_expert.up_proj": "ffn_up_shexp",
+            "feed_forward.shared_expert.down_proj": "ffn_down_shexp",
+        },
+        extra=(biases, _gguf_llama4),
+        others=("llama4",),
+    ),
 }
 
 

@@ -3,8 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, attention, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    Architecture,
+    Metadata,
+    gguf_mixture,
+    partial,
+)
 from anyaccel.inference.families.mistral import MIXTRAL
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
@@ -26,6 +37,29 @@ def minimax_m2(config: Config) -> DecoderSpec:
 MINIMAX_M2 = MIXTRAL.but(
     router__choice_bias=["=block_sparse_moe.e_score_correction_bias", "=mlp.e_score_correction_bias"]
 )
+
+
+def _gguf_minimax_m2(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config, "num_local_experts")
+    config["intermediate_size"] = values.features("expert_feed_forward_length")
+
+
+ARCHITECTURES = {
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        GGUF_MODULES,
+        {
+            **GGUF_ATTENTION,
+            **GGUF_QK_NORM,
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            "block_sparse_moe.experts.{expert}.w1": "ffn_gate_exps",
+            "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
+            "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
+            "=block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        extra=(partial, _gguf_minimax_m2),
+    ),
+}
 
 
 FAMILIES = {
