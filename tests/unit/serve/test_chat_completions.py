@@ -238,6 +238,10 @@ def test_thoughts_are_told_apart() -> None:
     assert choice["message"] == {
         "role": "assistant", "content": "Yes.", "reasoning_content": wanted, "reasoning": wanted
     }  # fmt: skip
+    result = chat(engine, tokenizer=tokenizer).json
+    assert result["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nHm, 2 < 3.\n")}
+    output = post(engine, "/v1/responses", {"input": "Hi"}, tokenizer=tokenizer).json["usage"]["output_tokens_details"]
+    assert output == result["usage"]["completion_tokens_details"]
     events = chat(engine, {"stream": True}, tokenizer=tokenizer).events
     assert text_of(events) == "Yes."
     thoughts = [choice["delta"].get("reasoning_content", "") for each in events for choice in each["choices"]]

@@ -124,7 +124,7 @@ class ChatGeneration:
         finish: list[str | None] = [None] * self._answers
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self.usage.add(delta.text)
+                self.usage.add_message(delta)
                 index = delta.text.index
                 message = messages[index]
                 message["content"] += delta.content
@@ -150,7 +150,7 @@ class ChatGeneration:
         started = [False] * self._answers
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self.usage.add(delta.text)
+                self.usage.add_message(delta)
                 index = delta.text.index
                 if not started[index]:
                     started[index] = True

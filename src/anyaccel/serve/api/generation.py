@@ -23,7 +23,7 @@ from anyaccel.serve.api.sending import (
 )
 from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
 from anyaccel.serve.protocol.errors import wrong
-from anyaccel.serve.requests.answers import TextDelta
+from anyaccel.serve.requests.answers import MessageDelta, TextDelta
 from anyaccel.serve.requests.frontend import Frontend, new_id
 
 G = TypeVar("G", bound=GenerationFields)
@@ -91,6 +91,11 @@ class TokenUsage:
         self._cached = [0] * len(prompts)
         self._counts = [0] * (len(prompts) * answers)
         self._drafts = [(0, 0)] * (len(prompts) * answers)
+        self._reasoning = [0] * (len(prompts) * answers)
+
+    def add_message(self, delta: MessageDelta) -> None:
+        self._reasoning[delta.text.index] = delta.reasoning_count
+        self.add(delta.text)
 
     def add(self, delta: TextDelta) -> None:
         index, prompt = delta.index, delta.index // self._answers
@@ -106,6 +111,10 @@ class TokenUsage:
     def cached_tokens(self) -> int:
         return sum(self._cached)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self._reasoning)
+
     def as_json(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
@@ -114,12 +123,10 @@ class TokenUsage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
         drafted, accepted = (sum(each[place] for each in self._drafts) for place in (0, 1))
+        details = {"reasoning_tokens": self.reasoning_tokens} if self.reasoning_tokens else {}
         if drafted:
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            }
-        return usage
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        return {**usage, "completion_tokens_details": details} if details else usage
 
 
 def check_stream_options(request: SamplingFields) -> None:

@@ -401,7 +401,7 @@ class MessagesGeneration:
         started = False
         async with aclosing(deltas):
             async for delta in deltas:
-                self.usage.add(delta.text)
+                self.usage.add_message(delta)
                 if not started:
                     started = True
                     yield {"type": "message_start", "message": self._message()}

@@ -460,7 +460,7 @@ class OllamaGeneration:
         async with aclosing(deltas):
             async for delta in deltas:
                 self._first = self._first or time.perf_counter_ns()
-                self.usage.add(delta.text)
+                self.usage.add_message(delta)
                 if delta.content or delta.reasoning or delta.calls:
                     yield self._delta_line(delta)
                 if delta.finish is not None:

@@ -398,7 +398,7 @@ class ResponsesGeneration:
         deltas = generate_messages(self.frontend, self.request, self.prompt, self.max_tokens, key=self.key)
         async with aclosing(deltas):
             async for delta in deltas:
-                self.usage.add(delta.text)
+                self.usage.add_message(delta)
                 for each in self._parse(delta):
                     yield each
         usage = self.usage
@@ -406,7 +406,7 @@ class ResponsesGeneration:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         response = self._response()

@@ -245,6 +245,7 @@ class MessageDelta:
     Attributes:
         text: the part itself, with its log-probabilities and counts.
         calls: parts of calls, in the form of a stream's deltas.
+        reasoning_count: tokens up to the end of the reasoning so far.
     """
 
     text: TextDelta
@@ -252,6 +253,7 @@ class MessageDelta:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
+    reasoning_count: int = 0
 
 
 class AnswerParser:
@@ -274,6 +276,7 @@ class AnswerParser:
         self._several = prompt.several
         self._short_ids = form.short_ids
         self._count = 0
+        self._reasoning_count = 0
 
     def add(self, text: TextDelta) -> MessageDelta:
         """The parsed form of the next part."""
@@ -295,6 +298,9 @@ class AnswerParser:
                 delta.calls.append(self._new_call(call))
         if self._count and delta.finish == "stop":
             delta.finish = "tool_calls"
+        if delta.reasoning:
+            self._reasoning_count = text.count
+        delta.reasoning_count = self._reasoning_count
         return delta
 
     def _new_call(self, call: ParsedCall) -> dict[str, Any]:
