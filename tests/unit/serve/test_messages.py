@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from anyaccel.serve.interface import EngineFullError, ModelFacts
+from anyaccel.serve.protocol.limits import HttpLimits
 from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, post
 
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": 1}}\n</tool_call>'
@@ -231,5 +232,24 @@ def test_keys_and_models_as_anthropics_clients_send_and_read_them() -> None:
         listed = (await client.get("/v1/models", headers=headers)).json
         assert [model["id"] for model in listed["data"]] == ["fake", "other"] and listed["has_more"] is False
         assert (await client.get("/v1/models/fake", headers=headers)).json["type"] == "model"
+
+    asyncio.run(run())
+
+
+def test_pings_keep_a_stream_alive_before_its_first_token() -> None:
+    async def run() -> None:
+        engine = FakeEngine("Hi")
+        engine.gate = asyncio.Semaphore(0)
+        client = Client(engine, limits=HttpLimits(send_seconds=0.2))
+        answer = Answer()
+        asking = asyncio.create_task(client.post("/v1/messages", {**HI, "stream": True}, answer=answer))
+        async with asyncio.timeout(10):
+            while not answer.parts:
+                await asyncio.sleep(0.05)
+        for _ in range(3):
+            engine.gate.release()
+        await asking
+        kinds = [event["type"] for event in events_of(answer)]
+        assert kinds[0] == "ping" and kinds[-1] == "message_stop" and "message_start" in kinds
 
     asyncio.run(run())
