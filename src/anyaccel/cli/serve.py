@@ -56,8 +56,8 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "serve",
-        "Serve a model with the HTTP APIs of OpenAI, Anthropic and Ollama, and a chat page. Many requests are answered at "
-        "once. SIGTERM and Ctrl-C let open requests end first.",
+        "Serve a model with the HTTP APIs of OpenAI, Anthropic and Ollama, and a chat page. Many requests are answered "
+        "at once. SIGTERM and Ctrl-C let open requests end first.",
         _EXAMPLES,
     )
     parser.add_argument("given", metavar="MODEL", nargs="?", help="the same as --model")
