@@ -32,6 +32,7 @@ class ToolCallParser:
             "start"  # of the answer; or "text"; or `_text` begins with a "call"; or one has just ended: "after"
         )
         self._count = 0
+        self._has_text = False  # white space before the first call is no content
         self._lines = ""  # line breaks before the call, which belong to the text if it is none
         self._shown = -1  # the end of the arguments that have been returned of the open call; -1: not even its name
 
@@ -74,15 +75,18 @@ class ToolCallParser:
         if places:
             self._state = "call"
             text, self._text = self._text[: min(places)], self._text[min(places) :]
-            shown = text.rstrip("\n")
+            shown = text.rstrip("\n") if self._has_text or not text.isspace() else ""
             self._lines = text[len(shown) :]
-            return shown
-        end = len(self._text)
-        if not last or self._is_cut:
-            end -= max((overlap(self._text, mark) for mark in self._form.marks), default=0)
-            end = len(self._text[:end].rstrip("\n"))
-        text, self._text = self._text[:end], self._text[end:]
-        return text
+        else:
+            end = len(self._text)
+            if not last or self._is_cut:
+                end -= max((overlap(self._text, mark) for mark in self._form.marks), default=0)
+                end = len(self._text[:end].rstrip("\n"))
+            if not self._has_text and not last and not self._text[:end].strip():
+                return ""
+            shown, self._text = self._text[:end], self._text[end:]
+        self._has_text = self._has_text or bool(shown)
+        return shown
 
     def _take_call(self, calls: list[ParsedCall], last: bool) -> str:
         """Take the call that the text begins with; returns what of it is text, after all."""
@@ -107,6 +111,7 @@ class ToolCallParser:
             self._state = "text"
             mark = max(marks, key=len, default="")
             self._text = self._text[len(mark) :]
+            self._has_text = True
             return self._lines + mark
         for call in found.calls:
             calls.append(ParsedCall(call.name, call.arguments, self._identity(call.name, call.identity)))

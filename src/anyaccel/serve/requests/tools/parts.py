@@ -437,11 +437,28 @@ class Quoted:
                 made += json.dumps(piece[len(self.quote) : -len(self.quote)], ensure_ascii=False)
                 continue
             depth += (piece in ("{", "[")) - (piece in ("}", "]"))
-            made += re.sub(r'([^\s,:"\[\]{}]+)(?=\s*:)', lambda word: json.dumps(word[1]), piece)
+            piece = re.sub(r'([^\s,:"\[\]{}]+)(?=\s*:)', lambda word: json.dumps(word[1]), piece)
+            made += re.sub(r"(?<=\d)\.(?!\d)", ".0", piece)
             if not depth:
-                found.arguments = load_object(made)
+                found.arguments = self._typed(made, found)
                 return FAIL if found.arguments is None else place
         return MORE
+
+    @staticmethod
+    def _typed(text: str, found: Found) -> str | None:
+        """The JSON of arguments; small models write numbers as texts, too."""
+        written = load_object(text)
+        root = found.schemas.get(found.name)
+        if written is None or root is None:
+            return written
+        values = json.loads(written)
+        kinds = {name: types_of(root, schema) for name, schema in properties_of(root).items()}
+        return to_json(
+            {
+                name: typed_value(value, root, name) if isinstance(value, str) and kinds.get(name) else value
+                for name, value in values.items()
+            }
+        )
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:
         (function,) = functions
