@@ -123,6 +123,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         ),
         "F32",
     ),
+    "gemma4-experts": (
+        "Gemma4TextConfig",
+        common(
+            **_GEMMA4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=8,
+        ),
+        "F32",
+    ),
     "llama4": (
         "Llama4TextConfig",
         common(

@@ -190,6 +190,12 @@ llm::MoeSpec read_moe(const nb::handle& from) {
   get(from, "shared_scale", spec.shared_scale);
   get(from, "scale_input", spec.scale_input);
   get(from, "jitter", spec.jitter);
+  optional(from, "router_norm", spec.router_norm, read_norm);
+  optional(from, "experts_norm", spec.experts_norm, read_norm);
+  get(from, "logit_scale", spec.logit_scale);
+  get(from, "expert_scale", spec.expert_scale);
+  optional(from, "post_norm", spec.post_norm, read_norm);
+  optional(from, "shared_post_norm", spec.shared_post_norm, read_norm);
   return spec;
 }
 

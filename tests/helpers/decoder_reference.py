@@ -130,8 +130,11 @@ def _mlp(mlp: Mlp, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
     return _linear(f"{name}.down", _activate(mlp.activation, gate, up), w)
 
 
-def _experts(moe: Moe, at: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    logits = _linear(f"{at}.router", x, w)
+def _experts(moe: Moe, at: str, x: Tensor, h: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    """x: the layer's norm of h."""
+    of_router = x if moe.router_norm is None else _norm(moe.router_norm, f"{at}.router_norm", h, w)
+    of_shared, x = x, x if moe.experts_norm is None else _norm(moe.experts_norm, f"{at}.experts_norm", h, w)
+    logits = _linear(f"{at}.router", of_router, w) * moe.logit_scale
     if moe.scoring == "sparsemixer":
         chosen, factors = _sparsemixer(moe, logits)
     else:
@@ -146,9 +149,11 @@ def _experts(moe: Moe, at: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
                 _mlp(moe.expert, name, factor * row, w) if moe.scale_input else factor * _mlp(moe.expert, name, row, w)
             )
         rows.append(torch.stack(each).sum(0))
-    y = torch.cat(rows)
+    y = _norm(moe.post_norm, f"{at}.experts_post_norm", torch.cat(rows), w)
     if moe.shared is not None:
+        x = of_shared
         shared = moe.shared_scale * _mlp(moe.shared, f"{at}.shared", x, w)
+        shared = _norm(moe.shared_post_norm, f"{at}.shared_post_norm", shared, w)
         y = y + (torch.sigmoid(_linear(f"{at}.shared_gate", x, w)) * shared if moe.shared_gate else shared)
     return y
 
@@ -168,6 +173,8 @@ def _chosen(moe: Moe, at: str, logits: Tensor, w: Mapping[str, Tensor]) -> tuple
         factors = factors.softmax(-1)
     if moe.normalise:
         factors = factors / factors.sum(-1, keepdim=True)
+    if moe.expert_scale:
+        factors = factors * w[f"{at}.router.expert_scale"][chosen]
     return chosen, factors * moe.scale
 
 
@@ -284,7 +291,7 @@ class Reference:
 
         def mlp(x: Tensor) -> Tensor:
             moe = isinstance(layer.mlp, Moe)
-            y = _experts(layer.mlp, at, x, w) if moe else _mlp(layer.mlp, f"{at}.mlp", x, w)
+            y = _experts(layer.mlp, at, x, h, w) if moe else _mlp(layer.mlp, f"{at}.mlp", x, w)
             return _norm(layer.mlp_post_norm, f"{at}.mlp_post_norm", y, w)
 
         x = _norm(layer.attn_norm, f"{at}.attn_norm", h, w)

@@ -751,6 +751,17 @@ CASES |= {
             final_logit_softcapping=3.0,
         ),
     ),
+    "gemma4_text-experts": (
+        "Gemma4TextConfig",
+        common(
+            **_GEMMA4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+    ),
     "gemma4_text-alike": (
         "Gemma4TextConfig",
         common(**_GEMMA4 | {"global_head_dim": 8}, hidden_size_per_layer_input=0),

@@ -82,6 +82,11 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
     check_mlp(where, moe.expert);
     if (moe.shared) check_mlp(where, *moe.shared);
     if (moe.shared_gate && !moe.shared) fail(where, "shared_gate without shared");
+    if (moe.post_norm.has_value() != moe.shared_post_norm.has_value() || (moe.post_norm && !moe.shared))
+      fail(where, "post_norm and shared_post_norm need each other, and a shared mlp");
+    if (layer.parallel && (moe.post_norm || moe.router_norm || moe.experts_norm))
+      fail(where, "parallel layers with experts have one norm");
+    if (moe.expert_scale && moe.scoring == MoeSpec::Scoring::sparsemixer) fail(where, "expert_scale with sparsemixer");
     if (moe.scale_input && moe.expert.bias) fail(where, "scale_input with experts that have biases");
   }
   if (layer.parallel && (layer.attn_post_norm || layer.mlp_post_norm || layer.residual_from_norm))

@@ -104,6 +104,12 @@ struct MoeSpec {
   float shared_scale = 1;
   bool scale_input = false;
   float jitter = 0;
+  std::optional<NormSpec> router_norm;
+  std::optional<NormSpec> experts_norm;
+  float logit_scale = 1;
+  bool expert_scale = false;
+  std::optional<NormSpec> post_norm;
+  std::optional<NormSpec> shared_post_norm;
 };
 
 struct LayerInputsSpec {

@@ -77,13 +77,18 @@ class WeightWalk {
     if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
     if (spec.moe) {
       const MoeSpec& moe = *spec.moe;
+      norm(at + "router_norm", moe.router_norm, hidden_, out.router_norm);
       matrix(at + "router", moe.experts, hidden_, out.router, moe.router_bias);
+      if (moe.expert_scale) out.expert_scale = vector(at + "router.expert_scale", moe.experts);
       if (moe.choice_bias) out.choice_bias = vector(at + "router.choice_bias", moe.experts);
       if (moe.shared) mlp(at + "shared", *moe.shared, out.shared);
       if (moe.shared_gate) matrix(at + "shared_gate", 1, hidden_, out.shared_gate);
+      norm(at + "shared_post_norm", moe.shared_post_norm, hidden_, out.shared_post_norm);
+      norm(at + "experts_norm", moe.experts_norm, hidden_, out.experts_norm);
       out.experts.resize(static_cast<size_t>(experts));
       for (int i = 0; i < experts; ++i)
         mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
+      norm(at + "experts_post_norm", moe.post_norm, hidden_, out.experts_post_norm);
     }
     norm(at + "mlp_post_norm", spec.mlp_post_norm, hidden_, out.mlp_post_norm);
     if (spec.input_gate) {

@@ -65,6 +65,8 @@ struct LayerWeights {
   LinearWeights shared_gate;
   LinearWeights input_gate, input_down;
   Norm v_norm, input_norm;
+  Norm router_norm, experts_norm, experts_post_norm, shared_post_norm;
+  const float* expert_scale = nullptr;
   const float* layer_scale = nullptr;
 };
 

@@ -60,6 +60,7 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       if (layer.moe->shared) mlp(*layer.moe->shared);
       most(router, layer.moe->experts + 1);
       top_k = std::max(top_k, layer.moe->top_k + 1);
+      two_norms = two_norms || layer.moe->router_norm || layer.moe->experts_norm;
     }
     two_norms = two_norms || (layer.parallel && layer.mlp_norm.has_value());
     if (layer.input_gate) most(features, layer.input_gate->mlp.features);

@@ -83,7 +83,7 @@ struct Widths {
   int64_t features = 0;    // of any MLP
   int64_t router = 0;      // experts and the shared gate
   int top_k = 0;           // experts a token, the shared one included
-  bool two_norms = false;  // a parallel layer with a norm of the MLP's own
+  bool two_norms = false;  // a layer whose MLP, router or experts have a norm of their own
   bool gated = false;
   int64_t layer_inputs = 0;  // of all layers
 

@@ -348,8 +348,41 @@ void StepThread::layer(size_t index) noexcept {
     experts(index, delta(0));
   else
     mlp(weights.mlp, delta(0), false);
+  if (spec.moe && spec.moe->post_norm) {
+    exchange(Work::down, {2 * tokens_ * hidden_stride_, 0});
+    add_normed(weights, scale);
+    return;
+  }
   exchange(Work::down, {tokens_ * hidden_stride_, 0});
   pend(1, weights.mlp_post_norm, scale);
+}
+
+void StepThread::add_normed(const LayerWeights& weights, float scale) noexcept {
+  const int64_t n = spec_.hidden;
+  const int ranks = forward_.ranks_ == nullptr ? 1 : forward_.ranks_->size();
+  float* sum = own_.row.get();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* both = x_ + t * hidden_stride_;  // which the next norm writes anew
+    for (const int which : {0, 1}) {
+      for (int rank = 0; rank < ranks; ++rank) {
+        const float* from = forward_.ranks_ == nullptr
+                                ? shared_.delta[which].get() + t * hidden_stride_
+                                : forward_.ranks_->slot(rank, pending_turn_) + (which * tokens_ + t) * hidden_stride_;
+        if (rank == 0)
+          std::memcpy(sum, from, static_cast<size_t>(n) * sizeof(float));
+        else
+          add(sum, from, 1.0f, n);
+      }
+      norm(which == 0 ? weights.experts_post_norm : weights.shared_post_norm, sum, n, sum);
+      if (which == 0)
+        std::memcpy(both, sum, static_cast<size_t>(n) * sizeof(float));
+      else
+        add(both, sum, 1.0f, n);
+    }
+    norm(weights.mlp_post_norm, both, n, both);
+    add(residual_ + t * hidden_stride_, both, scale, n);
+  }
+  mark(Work::norm);
 }
 
 float* StepThread::delta(int which) noexcept {

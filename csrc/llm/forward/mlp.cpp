@@ -93,6 +93,7 @@ void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range to
   constexpr float kOut = -std::numeric_limits<float>::infinity();
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     std::memcpy(scores, shared_.router.get() + t * stride, static_cast<size_t>(experts) * sizeof(float));
+    if (moe.logit_scale != 1.0f) scale(scores, moe.logit_scale, experts);
     if (moe.scoring == MoeSpec::Scoring::sparsemixer) {
       sparsemixer(moe, scores, routing.chosen.data() + t * moe.top_k, routing.weights.data() + t * moe.top_k);
       continue;
@@ -133,7 +134,8 @@ void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range to
     float sum = 0;
     for (int k = 0; k < moe.top_k; ++k) sum += weight[k];
     const float factor = moe.normalise ? moe.scale / (sum + 1e-20f) : moe.scale;
-    for (int k = 0; k < moe.top_k; ++k) weight[k] *= factor;
+    for (int k = 0; k < moe.top_k; ++k)
+      weight[k] *= weights.expert_scale == nullptr ? factor : factor * weights.expert_scale[chosen[k]];
   }
 }
 
@@ -163,7 +165,15 @@ void StepThread::experts(size_t index, float* delta) noexcept {
   const LayerWeights& weights = weights_.layers[index];
   const int64_t stride = padded_stride(forward_.widths_.router);
   float* router = shared_.router.get();
-  multiply_into(weights.router, input(weights.router.w.shape(), x_, hidden_stride_, tokens_), router, stride);
+  float* second = small_ ? own_.second_x.get() : shared_.second_x.get();
+  if (moe.router_norm) {
+    for (int64_t t = mine_.begin; t < mine_.end; ++t)
+      norm(weights.router_norm, residual_ + t * hidden_stride_, spec_.hidden, second + t * hidden_stride_);
+    fresh();
+  }
+  const float* of_router = moe.router_norm ? second : x_;
+  multiply_into(weights.router, input(weights.router.w.shape(), of_router, hidden_stride_, tokens_), router, stride);
+  if (moe.router_norm) fresh();
   if (moe.shared_gate)
     multiply_into(weights.shared_gate, input(weights.shared_gate.w.shape(), x_, hidden_stride_, tokens_),
                   router + moe.experts, stride);
@@ -174,6 +184,15 @@ void StepThread::experts(size_t index, float* delta) noexcept {
 }
 
 // All chosen experts in two phases: every thread a part of the rows of each, so that each weight is read once.
+const float* StepThread::experts_input(const MoeSpec& moe, const LayerWeights& weights) noexcept {
+  if (!moe.experts_norm) return x_;
+  float* second = small_ ? own_.second_x.get() : shared_.second_x.get();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t)
+    norm(weights.experts_norm, residual_ + t * hidden_stride_, spec_.hidden, second + t * hidden_stride_);
+  fresh();
+  return second;
+}
+
 void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
@@ -185,6 +204,7 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
     const Input& in = input(weights.shared.gate.w.shape(), x_, hidden_stride_, tokens_);
     gate_up(weights.shared, &in, tokens_, at(gate, shared_row), at(up, shared_row));
   }
+  const float* x = experts_input(moe, weights);
   barrier(Work::route);
   Routing& routing = own_.routing;
   route(moe, weights, {0, tokens_}, routing);
@@ -198,32 +218,36 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
   };
   each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
     if (tokens_ > 1) fresh();
-    const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, routing.rows.data() + begin);
+    const Input& in = input(expert.gate.w.shape(), x, hidden_stride_, count, routing.rows.data() + begin);
     gate_up(expert, &in, count, at(gate, begin), at(up, begin),
             moe.scale_input ? routing.row_weights.data() + begin : nullptr);
   });
   barrier(Work::gate_up);
   const Range own = rows_of(Shape{Format::f32, spec_.hidden, 1});
   const size_t own_bytes = static_cast<size_t>(own.end - own.begin) * sizeof(float);
-  for (int64_t t = 0; t < tokens_; ++t) std::memset(delta + t * hidden_stride_ + own.begin, 0, own_bytes);
+  float* of_shared = moe.shared_post_norm ? this->delta(1) : delta;
+  for (int64_t t = 0; t < tokens_; ++t) {
+    std::memset(delta + t * hidden_stride_ + own.begin, 0, own_bytes);
+    if (of_shared != delta) std::memset(of_shared + t * hidden_stride_ + own.begin, 0, own_bytes);
+  }
   // Every product's rows are the same part of this thread: no barrier between them.
   float* out = shared_.expert_out.get();
-  const auto down = [&](const MlpWeights& expert, int64_t begin, int64_t count, auto token, auto weight) {
+  const auto down = [&](const MlpWeights& expert, float* to, int64_t begin, int64_t count, auto token, auto weight) {
     fresh();
     multiply_into(expert.down, input(expert.down.w.shape(), at(gate, begin), features_stride_, count), out,
                   hidden_stride_);
     for (int64_t i = 0; i < count; ++i)
-      add(delta + token(i) * hidden_stride_ + own.begin, out + i * hidden_stride_ + own.begin, weight(i),
+      add(to + token(i) * hidden_stride_ + own.begin, out + i * hidden_stride_ + own.begin, weight(i),
           own.end - own.begin);
   };
   each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
     down(
-        expert, begin, count, [&](int64_t i) { return routing.rows[static_cast<size_t>(begin + i)]; },
+        expert, delta, begin, count, [&](int64_t i) { return routing.rows[static_cast<size_t>(begin + i)]; },
         [&](int64_t i) { return moe.scale_input ? 1.0f : routing.row_weights[static_cast<size_t>(begin + i)]; });
   });
   if (moe.shared)
     down(
-        weights.shared, shared_row, tokens_, [](int64_t i) { return i; },
+        weights.shared, of_shared, shared_row, tokens_, [](int64_t i) { return i; },
         [&](int64_t i) { return shared_weight(moe, i); });
 }
 
@@ -235,16 +259,21 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
   route(moe, weights, own, routing);
   barrier(Work::route);
   if (thread_ == 0) routing.sort(tokens_, moe);
-  for (int64_t t = own.begin; t < own.end; ++t)
+  float* of_shared = moe.shared_post_norm ? this->delta(1) : delta;
+  for (int64_t t = own.begin; t < own.end; ++t) {
     std::memset(delta + t * hidden_stride_, 0, static_cast<size_t>(spec_.hidden) * sizeof(float));
+    if (of_shared != delta)
+      std::memset(of_shared + t * hidden_stride_, 0, static_cast<size_t>(spec_.hidden) * sizeof(float));
+  }
+  const float* x = experts_input(moe, weights);
   barrier(Work::route);
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   float* out = shared_.expert_out.get();
-  const auto whole = [&](const MlpWeights& expert, int64_t count, const int32_t* rows, const float* scales, auto token,
-                         auto weight) {
+  const auto whole = [&](const MlpWeights& expert, const float* x_of, float* to, int64_t count, const int32_t* rows,
+                         const float* scales, auto token, auto weight) {
     fresh();
-    const Input& in = input(expert.gate.w.shape(), x_, hidden_stride_, count, rows);
+    const Input& in = input(expert.gate.w.shape(), x_of, hidden_stride_, count, rows);
     gate_up(expert, &in, count, gate, up);
     barrier(Work::gate_up);
     activate_own(expert, count, gate, up, scales);
@@ -253,21 +282,21 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
     barrier(Work::down);
     const Range part = part_of(count, thread_, threads_);
     for (int64_t i = part.begin; i < part.end; ++i)
-      add(delta + token(i) * hidden_stride_, out + i * hidden_stride_, weight(i), spec_.hidden);
+      add(to + token(i) * hidden_stride_, out + i * hidden_stride_, weight(i), spec_.hidden);
   };
   for (int e = 0; e < moe.experts; ++e) {
     const auto begin = static_cast<size_t>(routing.begin[static_cast<size_t>(e)]);
     const int64_t count = routing.begin[static_cast<size_t>(e) + 1] - static_cast<int64_t>(begin);
     if (count == 0) continue;
     whole(
-        weights.experts[static_cast<size_t>(e)], count, routing.rows.data() + begin,
+        weights.experts[static_cast<size_t>(e)], x, delta, count, routing.rows.data() + begin,
         moe.scale_input ? routing.row_weights.data() + begin : nullptr,
         [&](int64_t i) { return routing.rows[begin + static_cast<size_t>(i)]; },
         [&](int64_t i) { return moe.scale_input ? 1.0f : routing.row_weights[begin + static_cast<size_t>(i)]; });
   }
   if (moe.shared)
     whole(
-        weights.shared, tokens_, nullptr, nullptr, [](int64_t i) { return i; },
+        weights.shared, x_, of_shared, tokens_, nullptr, nullptr, [](int64_t i) { return i; },
         [&](int64_t i) { return shared_weight(moe, i); });
 }
 

@@ -62,6 +62,10 @@ class StepThread {
   void experts(size_t index, float* delta) noexcept;
   void experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
   void experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  // What the experts read: x, or a norm of their own, which takes the place of the router's.
+  const float* experts_input(const MoeSpec& moe, const LayerWeights& weights) noexcept;
+  // Adds what experts and shared MLP gave, each normed, to the residual.
+  void add_normed(const LayerWeights& weights, float scale) noexcept;
   // Which experts the tokens go to.
   void route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept;
   float shared_weight(const MoeSpec& moe, int64_t t) const noexcept;

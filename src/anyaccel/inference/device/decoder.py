@@ -122,7 +122,11 @@ class LayerRun:
         else:
             h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
             x = h if self.mlp_norm is None else self.mlp_norm(h)
-        return _added(self.mlp, x if layer.residual_from_norm else h, x, scale, self.mlp_post_norm, ranks)
+        residual = x if layer.residual_from_norm else h
+        if isinstance(self.mlp, Experts) and self.mlp.own_norms:
+            y = self.mlp.of_residual(h, x, ranks)
+            return torch.add(residual, y if self.mlp_post_norm is None else self.mlp_post_norm(y), alpha=scale)
+        return _added(self.mlp, residual, x, scale, self.mlp_post_norm, ranks)
 
     def _run_joint(self, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         """Attention and MLP at once, of one product."""

@@ -158,6 +158,12 @@ class Experts:
         self._by_scores = self.choice_bias is None and moe.top_groups >= moe.groups
         self.shared = None if moe.shared is None else Dense(moe.shared, weights, f"{at}.shared")
         self.shared_gate = Linear(weights, f"{at}.shared_gate") if moe.shared_gate else None
+        self.router_norm = normed(moe.router_norm, weights, f"{at}.router_norm")
+        self.experts_norm = normed(moe.experts_norm, weights, f"{at}.experts_norm")
+        self.post_norm = normed(moe.post_norm, weights, f"{at}.experts_post_norm")
+        self.shared_post_norm = normed(moe.shared_post_norm, weights, f"{at}.shared_post_norm")
+        self.expert_scale = weights.get(f"{at}.router.expert_scale")
+        self.own_norms = moe.router_norm is not None or moe.experts_norm is not None or moe.post_norm is not None
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
         if ranks is None and self.shared is None and len(x) <= GATHERED:
@@ -167,22 +173,39 @@ class Experts:
         return torch.add(h, y if ranks is None else ranks.add(y), alpha=factor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        chosen_NE, factors_NE = self.route(x)
+        y = self._routed(x, *self.route(x))
+        return y if self.shared is None else torch.add(y, self._shared(x), alpha=self.moe.shared_scale)
+
+    def of_residual(self, h: torch.Tensor, x: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+        """With norms of the residual `h` beside the layer's norm of it, `x`; the result is of all ranks."""
+        of_router = x if self.router_norm is None else self.router_norm(h)
+        own = x if self.experts_norm is None else self.experts_norm(h)
+        y = self._routed(own, *self.route(of_router))
+        if self.shared is None or self.shared_post_norm is None or self.post_norm is None:
+            y = y if self.shared is None else torch.add(y, self._shared(x), alpha=self.moe.shared_scale)
+            return y if ranks is None else ranks.add(y)
+        both = torch.stack([y, self._shared(x) * self.moe.shared_scale])
+        y, shared = both if ranks is None else ranks.add(both)
+        return self.post_norm(y) + self.shared_post_norm(shared)
+
+    def _routed(self, x: torch.Tensor, chosen_NE: torch.Tensor, factors_NE: torch.Tensor) -> torch.Tensor:
         if len(x) <= GATHERED:
-            y = torch.bmm(*self._few(x, chosen_NE, factors_NE))[:, 0]
-        else:
-            y = self._many(x, chosen_NE, factors_NE)
-        if self.shared is None:
-            return y
+            return torch.bmm(*self._few(x, chosen_NE, factors_NE))[:, 0]
+        return self._many(x, chosen_NE, factors_NE)
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared is not None
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(self.shared_gate(x)).to(shared.dtype)
-        return torch.add(y, shared, alpha=self.moe.shared_scale)
+        return shared
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and factors of the experts of each token."""
         moe = self.moe
         scores = self.router(x)
+        if moe.logit_scale != 1.0:
+            scores = scores * moe.logit_scale
         if moe.scoring == "sparsemixer":
             return sparsemixer(moe, scores)
         # A softmax that is divided by the sum of the chosen ones is the softmax of these alone.
@@ -200,6 +223,8 @@ class Experts:
             factors = factors.softmax(-1)
         elif moe.normalise:
             factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
+        if self.expert_scale is not None:
+            factors = factors * self.expert_scale[chosen]
         return chosen, factors * moe.scale if moe.scale != 1.0 else factors
 
     def _choice(self, scores: torch.Tensor) -> torch.Tensor:

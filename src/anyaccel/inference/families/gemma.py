@@ -10,6 +10,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import (
     LLAMA,
     LLAMA_DEFAULTS,
+    MOST_EXPERTS,
     QKV,
     attention,
     decoder,
@@ -30,8 +31,8 @@ from anyaccel.inference.families.gguf import (
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
-from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Layer, LayerInputs, Mlp, QkNorm, Rope
-from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one
+from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Layer, LayerInputs, Mlp, Moe, Norm, QkNorm, Rope
+from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one, stacked
 from anyaccel.validation import Fields, check_integer, check_mapping, short_repr
 
 
@@ -116,9 +117,24 @@ def _own_sizes(config: Config, index: int, kind: str) -> tuple[int, int]:
     return config.integer("global_head_dim", maximum=1 << 16), kv_heads
 
 
+def _gemma4_experts(config: Config, norm: Norm) -> Moe:
+    """Beside the layer's MLP, with norms of their own before and after."""
+    count = config.integer("num_experts", maximum=MOST_EXPERTS)
+    return Moe(
+        count,
+        config.integer("top_k_experts", maximum=count),
+        gated(config, features="moe_intermediate_size", act="hidden_activation"),
+        router_norm=norm,
+        experts_norm=norm,
+        logit_scale=config.hidden**-0.5,
+        expert_scale=True,
+        post_norm=norm,
+        shared_post_norm=norm,
+    )
+
+
 def gemma4(config: Config) -> DecoderSpec:
     """Heads of another size where a layer sees everything; later layers see earlier ones' keys and values."""
-    config.refuse("enable_moe_block")
     if config.text("use_bidirectional_attention", "") == "all":
         raise Unsupported("use_bidirectional_attention='all'")
     kinds = config.layer_types(lambda index: (index + 1) % 6 != 0)
@@ -128,6 +144,7 @@ def gemma4(config: Config) -> DecoderSpec:
     features = config.integer_or("hidden_size_per_layer_input", 0, minimum=0)
     gate = InputGate(Mlp(features, config.activation("hidden_activation"), gated=True), norm) if features else None
     mlp = gated(config, act="hidden_activation")
+    experts = _gemma4_experts(config, norm) if config.get_bool("enable_moe_block") else None
     wide = dataclasses.replace(mlp, features=2 * mlp.features) if config.get_bool("use_double_wide_mlp") else mlp
     ropes: dict[tuple[str, int], Rope] = {}
     layers = []
@@ -139,6 +156,7 @@ def gemma4(config: Config) -> DecoderSpec:
             parameters = rope_parameters_of(config, kind, 1e6 if kind == "full_attention" else 1e4, scaled=False)
             ropes[kind, dim] = rope(config, dim, parameters=parameters)
         shares = sources[index] >= 0
+        of_layer = wide if shares else mlp
         heads = attention(
             config,
             head_dim=dim,
@@ -155,7 +173,7 @@ def gemma4(config: Config) -> DecoderSpec:
             pre_norm(
                 norm,
                 heads,
-                wide if shares else mlp,
+                of_layer if experts is None else dataclasses.replace(experts, shared=of_layer),
                 attn_post_norm=norm,
                 mlp_post_norm=norm,
                 input_gate=gate,
@@ -201,6 +219,16 @@ GEMMA4 = LLAMA.but(
     input_down="per_layer_projection",
     input_norm="post_per_layer_input_norm",
     layer_scale="=layer_scalar",
+    router="router.proj",
+    router_norm="=router.scale",
+    router__expert_scale="=router.per_expert_scale",
+    experts_norm="pre_feedforward_layernorm_2",
+    experts__gate_up=stacked("=experts.gate_up_proj"),
+    experts__down=stacked("=experts.down_proj"),
+    experts_post_norm="post_feedforward_layernorm_2",
+    shared__gate_up=("mlp.gate_proj", "mlp.up_proj"),
+    shared__down="mlp.down_proj",
+    shared_post_norm="post_feedforward_layernorm_1",
 )
 
 
@@ -352,7 +380,11 @@ def gguf_gemma4(values: Metadata, config: dict[str, Any]) -> None:
     config["final_logit_softcapping"] = values.number("final_logit_softcapping", 0.0)
     config["hidden_activation"] = "gelu_pytorch_tanh"
     config["attention_bias"] = values.has_tensor("blk.0.attn_q.bias")
-    config["enable_moe_block"] = values.has_tensor("blk.0.ffn_gate_inp.weight")
+    if values.has_tensor("blk.0.ffn_gate_inp.weight"):
+        config["enable_moe_block"] = True
+        config["num_experts"] = values.features("expert_count")
+        config["top_k_experts"] = values.features("expert_used_count")
+        config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
     config["hidden_size_per_layer_input"] = values.count("embedding_length_per_layer_input", 0)
     if values.has_tensor("per_layer_token_embd.weight"):
         config["vocab_size_per_layer_input"] = values.shape("per_layer_token_embd.weight")[0]
@@ -409,6 +441,14 @@ ARCHITECTURES = {
             "per_layer_projection": "proj",
             "post_per_layer_input_norm": "post_norm",
             "=layer_scalar": "layer_output_scale.weight",
+            "router.proj": "ffn_gate_inp",
+            "=router.scale": "ffn_gate_inp.scale",
+            "=router.per_expert_scale": "ffn_down_exps.scale",
+            "=experts.gate_up_proj": "ffn_gate_up_exps.weight",
+            "=experts.down_proj": "ffn_down_exps.weight",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
         },
         by_layer=True,
         extra=(gguf_gemma4,),

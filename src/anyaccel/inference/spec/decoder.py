@@ -149,6 +149,10 @@ class Moe:
         shared: an Mlp that every token goes through; shared_gate: times the sigmoid of a linear (Qwen2-MoE);
             shared_scale: times this.
         scale_input: an expert's input is multiplied by its score, not its result (Llama 4).
+        router_norm, experts_norm: the router, and the experts, read norms of the residual of their own (Gemma 4); the
+            shared MLP reads the layer's. logit_scale: of the router's logits.
+        expert_scale: each expert's score is multiplied by a learned number.
+        post_norm, shared_post_norm: of what experts and shared MLP give, before the two are added; both or none.
     """
 
     experts: int
@@ -168,6 +172,12 @@ class Moe:
     shared_scale: float = 1.0
     scale_input: bool = False
     jitter: float = 0.0
+    router_norm: Norm | None = None
+    experts_norm: Norm | None = None
+    logit_scale: float = 1.0
+    expert_scale: bool = False
+    post_norm: Norm | None = None
+    shared_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
