@@ -235,6 +235,9 @@ EDGES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("gemma", "<start_function_call>call:weather{city:<b}<end_function_call>", "<start_function_call>call:weather{city:<b}<end_function_call>", []),
     ("gemma", "<start_function_call>call:weather{city:<escape>42<escape>,days:<escape>42<escape>}<end_function_call>", "", [_weather('{"city": "42", "days": 42}')]),
     ("gemma-4", "<|tool_call>call:weather{where:{lat:3.}}<tool_call|>", "", [_weather('{"where": {"lat": 3.0}}')]),
+    ("kimi-k2", "<|tool_call_begin|>clock:0 <|tool_call_argument_begin|>{} <|tool_call_end|>", "", [ParsedCall("clock", "{}", "functions.clock:0")]),
+    ("qwen3-coder", "<function=weather><parameter=tags>['a', None]</parameter><parameter=where>{'lat': 1}</parameter></function>", "", [_weather('{"tags": ["a", null], "where": {"lat": 1}}')]),
+    ("qwen3-coder", "<function=weather><parameter=tags>[a]</parameter></function>", "", [_weather('{"tags": "[a]"}')]),
     ("glm-4.5", "  \n  <tool_call>clock</tool_call>", "", [NOON]),
     ("glm-4.5", "  \n  <tool_call> is", "  \n  <tool_call> is", []),
     ("hermes", "  \n ", "  \n ", []),
@@ -287,6 +290,8 @@ THOUGHTS: list[tuple[str, bool, str, str, str]] = [
 MESSAGES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.", []),
     ("<|channel|>final<|message|>Yes.", "", "Yes.", []),
+    ("<|channel|>final <|constrain|>JSON<|message|>{}", "", "{}", []),
+    ("<|channel|>commentary to=functions.clock<|message|>now<|call|>", "", "", [ParsedCall("clock", "now")]),
     ("Yes.", "", "Yes.", []),
     (
         "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>analysis<|message|>B.<|end|><|start|>assistant"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from anyaccel.serve.requests.tools.format import ToolFormat, containing
+from anyaccel.serve.requests.tools.format import Maybe, ToolFormat, containing
 from anyaccel.serve.requests.tools.parts import Arguments, Name, Word
 
 FORMAT = ToolFormat(
@@ -12,7 +12,7 @@ FORMAT = ToolFormat(
     calls=(
         (
             "<|tool_call_begin|>",
-            "functions.",
+            Maybe(("functions.",)),
             Name(),
             ":",
             Word(is_identity=True),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,8 +77,17 @@ def typed_value(text: str, root: Any, name: str) -> Any:
         value = json.loads(text, strict=False)
         json.dumps(value, allow_nan=False)  # Python reads numbers that are not finite, too
     except (ValueError, RecursionError):
-        value = _PYTHON.get(text.strip(), text)
+        value = _python_value(text) if kinds & {"object", "array"} else _PYTHON.get(text.strip(), text)
     kind = type_of(value)
     if "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds):
         return value
     return text
+
+
+def _python_value(text: str) -> Any:
+    """The value that a model has written in Python; the text itself where it is none, or none of JSON."""
+    try:
+        value = ast.literal_eval(text.strip())
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return text
