@@ -112,7 +112,7 @@ test-machines: $(STAMP)-dev $(STAMP)-build machines-tools ## machines of many sh
 	$(TEST_MACHINES)
 
 # Two machines at a time; all cases of one run in one process.
-TEST_MACHINES := ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 2 --dist loadgroup
+TEST_MACHINES := ANYACCEL_MACHINE_RESULTS=tests/machines/results.json $(BIN)/python -m pytest tests/machines -n 2 --dist loadfile --no-loadscope-reorder
 
 machines-tools: $(STAMP)-demo
 	@tools/install_test_tools.sh machines

@@ -140,6 +140,23 @@ def time_table(sizes: Sequence[int], threads: Callable[[Machine, int], int]) -> 
     return table(("µs", *ALGORITHMS, "best of the first two", "taken"), rows())
 
 
+def barrier_table() -> str:
+    """A barrier of a rank's threads: counters that cores have one after another, and a line that all read at last.
+
+    A step of one token has five a layer: after queries, keys and values; attention; its output; gate and up; down.
+    """
+    group, line, layers, read = 8, 60e-9, 32, 4.7e9 / 300e9  # seconds to hand a line on; 8 B parameters in 4 bits
+
+    def rows() -> Iterator[Sequence[str]]:
+        for threads in (2, 8, 16, 28, 56):
+            one = (threads + 4) * line  # the readers overlap
+            two = (min(threads, group) + (-(-threads // group) if threads > group else 0) + 4) * line
+            share = [f"{100 * 5 * layers * each / (read + 5 * layers * each):.1f} %" for each in (one, two)]
+            yield f"{threads} threads", f"{1e6 * one:.2f}", f"{1e6 * two:.2f}", *share
+
+    return table(("µs", "one counter", "groups of 8", "of a token, one counter", "of a token, groups"), rows())
+
+
 def page() -> str:
     one = time_table((1 << 10, 8 << 10, 64 << 10, 1 << 20), lambda machine, ranks: 1)
     many = time_table((512 << 10, 8 << 20), lambda machine, ranks: machine.sockets * machine.cores // ranks)
@@ -149,7 +166,10 @@ def page() -> str:
         + "\nTime of an all-reduce of a process group, where one thread of a rank moves the data:\n\n"
         + one
         + "\nTime of an exchange of the decoder in a prompt (32 and 512 tokens of 4,096 floats), where all of a rank's "
-        "threads do:\n\n" + many
+        "threads do:\n\n"
+        + many
+        + "\nA barrier of a rank's threads on one socket, and the share of 160 of them in a token of 32 layers with "
+        "8 B parameters in 4 bits, read at 300 GB/s:\n\n" + barrier_table()
     )
 
 

@@ -148,12 +148,12 @@ Result measure(Team& team, const AttentionShape& shape, CacheFormat format, int 
       AttentionStep mine = step;
       for (mine.layer = 0; mine.layer < layers; ++mine.layer) {
         append(mine, thread, team.size());
-        team.barrier();
+        team.barrier(thread);
         attend(mine, scratch, thread, team.size());
-        team.barrier();
+        team.barrier(thread);
         if (needs_combine(mine, team.size())) {
           combine(mine, scratch, thread, team.size());
-          team.barrier();
+          team.barrier(thread);
         }
       }
     });

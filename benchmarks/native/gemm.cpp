@@ -132,7 +132,7 @@ double best_time(Team& team, double seconds, const Fn& fn) {
   double best = 1e30, spent = 0;
   for (int tries = 0; tries < 3 || spent < seconds; ++tries) {
     team.run([&](int thread) {
-      team.barrier();
+      team.barrier(thread);
       const double start = now();
       fn(thread);
       each[static_cast<size_t>(thread) * 8] = now() - start;

@@ -170,7 +170,7 @@ void run_model(const Kind& kind, const char* name, int layers, const std::vector
         for (const Matrix& w : weights) {
           input.prepare(w.shape(), x.data(), w.shape().cols, nullptr, tokens, 0, 1);
           multiply(w, input, {out.data(), most_rows}, thread, threads);
-          if (threads > 1) team.barrier();
+          if (threads > 1) team.barrier(thread);
         }
       });
       const double rate = static_cast<double>(bytes) / seconds;

@@ -30,7 +30,8 @@ Team::Team(int threads)
     : size_(threads > 0 ? threads : usable_cpus()),
       owner_pid_(static_cast<int>(getpid())),
       // Spinning takes the core from the very thread that is waited for when there are more threads than cores.
-      spin_(size_ <= usable_cpus() ? kSpin : 0) {
+      spin_(size_ <= usable_cpus() ? kSpin : 0),
+      groups_(static_cast<size_t>((size_ + kGroup - 1) / kGroup)) {
   try {
     for (int thread = 1; thread < size_; ++thread) threads_.emplace_back(&Team::work, this, thread);
   } catch (...) {
@@ -65,7 +66,7 @@ void Team::run(Fn fn, void* context) noexcept {
   round_.fetch_add(1);
   round_.notify_all();  // a system call only when one sleeps
   fn(context, 0);
-  barrier();
+  barrier(0);
 }
 
 void Team::work(int thread) noexcept {
@@ -76,15 +77,22 @@ void Team::work(int thread) noexcept {
     ++seen;
     if (stop_) return;
     fn_(context_, thread);
-    barrier();
+    barrier(thread);
   }
 }
 
-void Team::barrier() noexcept {
+bool Team::Counter::arrive(int all) noexcept {
+  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 != all) return false;
+  arrived.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+void Team::barrier(int thread) noexcept {
   if (size_ == 1) return;
   const uint32_t phase = phase_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
-    arrived_.store(0, std::memory_order_relaxed);
+  const int group = thread / kGroup;
+  const bool last_of_group = groups_[static_cast<size_t>(group)].arrive(std::min(kGroup, size_ - group * kGroup));
+  if (last_of_group && (groups_.size() == 1 || arrived_.arrive(static_cast<int>(groups_.size())))) {
     phase_.fetch_add(1);
     phase_.notify_all();  // a system call only when one sleeps
     return;

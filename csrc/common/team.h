@@ -42,10 +42,20 @@ class Team {
         const_cast<void*>(static_cast<const void*>(std::addressof(callable))));
   }
 
-  // Inside a run, called by every thread: returns when all have come. What was written before it is seen after it.
-  void barrier() noexcept;
+  // Inside a run, called by every thread with its number: returns when all have come. What was written before it is
+  // seen after it.
+  void barrier(int thread) noexcept;
 
  private:
+  // Threads arrive in groups of so many, and the last of each at the whole: a core waits for one line at each counter
+  // until those before it have had it, which 56 cores would do for as long as 16 in two levels.
+  static constexpr int kGroup = 8;
+  struct alignas(64) Counter {
+    std::atomic<int> arrived{0};
+    // Whether this is the last of `all`; then the counter is at 0 again.
+    bool arrive(int all) noexcept;
+  };
+
   void work(int thread) noexcept;
 
   const int size_;
@@ -55,9 +65,10 @@ class Team {
   int64_t spin_;  // pauses before a waiting thread gives its core away
   bool stop_ = false;
   // Each on a line of its own: they are written by different threads while others poll them.
-  alignas(64) std::atomic<uint32_t> round_{0};    // runs started
-  alignas(64) std::atomic<uint32_t> arrived_{0};  // at the current barrier
-  alignas(64) std::atomic<uint32_t> phase_{0};    // barriers passed
+  alignas(64) std::atomic<uint32_t> round_{0};  // runs started
+  alignas(64) std::atomic<uint32_t> phase_{0};  // barriers passed
+  std::vector<Counter> groups_;                 // of the current barrier
+  Counter arrived_;                             // groups of it
   std::vector<std::thread> threads_;
 };
 

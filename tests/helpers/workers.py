@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -21,6 +22,7 @@ import pytest
 
 # In this order: what waits for the longest time comes first, and what is short fills up the end.
 _FOLDERS = ("cluster", "e2e", "multiproc", "unit")
+_MACHINE = re.compile(r"@[a-z0-9]+(-[a-z0-9]+)*")  # in the ids of tests/machines
 # A worker takes about 1.5 GiB with torch and transformers.
 _MOST_WORKERS = 8
 
@@ -52,12 +54,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The scheduler of --dist loadfile, with one group for all tests of the cluster."""
+    """The scheduler of --dist loadfile, with one group for all tests of the cluster, and one for those of a machine."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
+            if file.startswith("tests/machines/") and (machine := _MACHINE.search(nodeid)):
+                return machine[0]
             return "tests/cluster" if file.startswith("tests/cluster/") else file
 
     return Scheduler(config, log) if config.option.dist == "loadfile" else None

@@ -18,8 +18,9 @@ COMMAND = Path(sys.executable).parent / "anyaccel"
 
 
 def on(*names: str) -> Any:
-    """Run the test on these shapes only."""
-    return pytest.mark.parametrize("machine", names, indirect=True)
+    """Run the test on these shapes only. By @ in the ids, tests/helpers/workers.py runs all of one in one process."""
+    params = [pytest.param(name, id=f"@{name}") for name in names]
+    return pytest.mark.parametrize("machine", params, indirect=True)
 
 
 def plan(machine: Machine, options: Sequence[str], around: Sequence[str | Path] = ()) -> tuple[dict[str, Any], Result]:
@@ -28,13 +29,17 @@ def plan(machine: Machine, options: Sequence[str], around: Sequence[str | Path] 
     return (json.loads(found.out) if found.status == 0 else {}), found
 
 
-def ranks(machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), *words: str) -> list[Any]:
+def ranks(
+    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 120
+) -> list[Any]:
     """What the ranks of a run say, by their number."""
-    found = machine.check([*around, COMMAND, "run", *options, WHERE, *words])
+    found = machine.check([*around, COMMAND, "run", *options, WHERE], seconds=seconds)
     return sorted(found.json_lines(), key=lambda line: int(line["env"]["RANK"]))
 
 
-def check(machine: Machine, options: Sequence[str], around: Sequence[str | Path] = ()) -> dict[str, Any]:
+def check(
+    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 120
+) -> dict[str, Any]:
     """Each rank of a run is where its plan says; a plan that is refused starts nothing. Returns the plan."""
     planned, refused = plan(machine, options, around)
     if not planned:
@@ -44,7 +49,7 @@ def check(machine: Machine, options: Sequence[str], around: Sequence[str | Path]
         assert "Traceback" not in ran.err
         assert not ran.json_lines()
         return {}
-    found = ranks(machine, options, around)
+    found = ranks(machine, options, around, seconds)
     assert len(found) == planned["world_size"]
     nodes = nodes_of_cpus(machine)
     for rank, line in zip(planned["ranks"], found, strict=True):

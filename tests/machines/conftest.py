@@ -16,6 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 from architecture import Missing
+from binding import on
 from machine import Machine
 from shapes import SHAPES
 
@@ -23,7 +24,6 @@ _BY_NAME = {shape.name: shape for shape in SHAPES}
 _outcomes: dict[tuple[str, str, str], Counter[str]] = {}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -31,9 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            name = params.get("machine", "three hosts")
-            item.user_properties.append(("machine", name))
-            item.add_marker(pytest.mark.xdist_group(str(name)))
+            item.user_properties.append(("machine", params.get("machine", "three hosts")))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -64,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path.write_text(json.dumps(new, indent=1) + "\n")
 
 
-@pytest.fixture(scope="session", params=_BY_NAME)
+@pytest.fixture(scope="session", params=on(*_BY_NAME).args[1])
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A machine of each shape in turn; a test that needs one shape names it with `on`."""
     try:

@@ -12,6 +12,8 @@ from architecture import GUEST
 from binding import COMMAND, WHERE, check, on, plan, ranks
 from machine import Machine
 
+from cluster_config import SLURM_CONFIG
+
 BIND = ("--bind_cores_to_rank",)
 TWO = (*BIND, "--num_accelerators", "2")
 
@@ -153,6 +155,41 @@ def test_bind_below_other_launchers(machine: Machine, launcher: tuple[str, ...])
         assert line["cpus"] == [2 * node, 2 * node + 1]
         assert (line["policy"], line["nodes"], list(line["pages"])) == ("bind", [node], [str(node)])
     assert len({tuple(line["cpus"]) for line in lines}) == 4
+
+
+# Slurm of one host, with a key of munge.
+SLURM = """
+mkdir -p /run/munge /run/slurm/state /run/slurm/spool /etc/slurm
+echo "$CONFIG" > /etc/slurm/slurm.conf
+head -c 1024 /dev/urandom > /run/munge/munge.key && chmod 400 /run/munge/munge.key
+cd /run/munge
+munged --force --key-file=$PWD/munge.key --pid-file=$PWD/munged.pid --seed-file=$PWD/munged.seed > /dev/null 2>&1
+slurmctld > /dev/null 2>&1 && slurmd > /dev/null 2>&1
+until srun -n 1 true 2> /dev/null; do sleep 1; done
+"""
+
+
+@pytest.fixture(scope="module")
+def srun(machine: Machine) -> str:
+    missing = [name for name in ("srun", "slurmctld", "slurmd", "munged") if machine.run(["which", name]).status]
+    if missing:
+        pytest.skip(f"needs Slurm and munge: {', '.join(missing)}")
+    node = f"NodeName={machine.shape.name} CPUs=8 Sockets=4 CoresPerSocket=2 State=UNKNOWN"
+    config = SLURM_CONFIG.format(first=machine.shape.name, first_address="127.0.0.1", nodes=node)
+    machine.check(["sh", "-c", SLURM], env={"CONFIG": config}, seconds=120)
+    return "srun"
+
+
+@on("four-nodes")
+@pytest.mark.parametrize("options", [("--cpu-bind=none",), ("--cpu-bind=cores", "-c", "2")], ids=" ".join)
+def test_bind_below_srun(machine: Machine, srun: str, options: tuple[str, ...]) -> None:
+    """As many tasks as nodes: each has one to itself, whether Slurm has chosen its cores or not."""
+    found = machine.check([srun, "-n", "4", *options, COMMAND, "bind", "--", sys.executable, WHERE], seconds=240)
+    lines = found.json_lines()
+    assert sorted(line["cpus"] for line in lines) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for line in lines:
+        node = line["cpus"][0] // 2
+        assert (line["policy"], line["nodes"], list(line["pages"])) == ("bind", [node], [str(node)])
 
 
 @on("four-nodes")

@@ -18,6 +18,14 @@ BIND = "--bind_cores_to_rank"
 ANSWER = ("generate", "The history of computing", "--json", "-q", "--max-new-tokens", "3")
 # Emulated processors take twenty times as long to end a rank, an ssh and Python.
 DEADLINE = 45
+# Ends once it is alone.
+ELASTIC = """
+import os, pathlib, time
+pathlib.Path("/run/started").touch()
+while os.environ["WORLD_SIZE"] != "1":
+    time.sleep(0.2)
+print("alone in round", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
 # The rank of this number moves to a group of processes with 64 MiB, as that of a container, and takes more.
 TAKES_MEMORY = """
 import os, pathlib, time
@@ -146,6 +154,23 @@ def test_a_machine_is_lost_while_a_model_answers(hosts: Hosts) -> None:
         found = ended(job)
         assert found.status not in (0, None), found
         assert "node2" in found.err and "rank 1" in found.err, found
+
+
+def test_an_elastic_job_goes_on_without_a_machine(hosts: Hosts) -> None:
+    for machine in hosts.machines:
+        machine.check(["sh", "-c", 'echo "$SCRIPT" > /run/elastic.py'], env={"SCRIPT": ELASTIC})
+    options = ("--elastic", "1:2", "--max-restarts", "2", "--no_local_rank")
+    job = hosts.start("run", "--hostfile", hosts.hostfile(1, 1), *options, "/run/elastic.py", seconds=600)
+    until = time.monotonic() + 300
+    for machine in hosts.machines[:2]:
+        while machine.run(["test", "-e", "/run/started"]).status:
+            assert time.monotonic() < until and not job.done(), "no worker has started"
+            time.sleep(1)
+    with _reset(hosts):
+        found = job.result()
+    assert found.status == 0, found
+    assert "warning: host node2: the connection was lost" in found.err, found
+    assert "alone in round 1" in found.out, found
 
 
 def test_a_rank_runs_out_of_memory(hosts: Hosts) -> None:

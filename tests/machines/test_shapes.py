@@ -92,7 +92,7 @@ def test_memory_of_high_bandwidth_comes_first_and_ordinary_memory_when_it_is_ful
 def test_cores_that_are_off_line_are_in_no_plan(machine: Machine) -> None:
     planned = check(machine, ["--bind_cores_to_rank", "--num_accelerators", "2"])
     assert [rank["cores"] for rank in planned["ranks"]] == [[0, 1, 3], [4, 6, 7]]
-    refused = machine.anyaccel("run", "--bind_core_list", "0-3", "--dry-run", "x.py")
+    refused = machine.anyaccel("run", "--bind_core_list", "0-3", "--dry-run", WHERE)
     assert refused.status == 2
     assert "2" in refused.err
 

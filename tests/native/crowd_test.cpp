@@ -49,9 +49,9 @@ void test_barriers(int threads) {
   team.run([&](int thread) {
     for (int phase = 1; phase <= kPhases; ++phase) {
       done[static_cast<size_t>(thread)] = phase;
-      team.barrier();
+      team.barrier(thread);
       for (const int other : done) CHECK(other == phase);
-      team.barrier();
+      team.barrier(thread);
     }
   });
   clock.check(threads, 2 * kPhases);

@@ -73,7 +73,7 @@ class StepThread {
   // --- common
   void barrier(Work kind) noexcept {
     mark(kind);
-    forward_.team_.barrier();
+    forward_.team_.barrier(thread_);
     mark(Work::wait);
   }
   // Waits for all threads, then exchanges deltas among ranks: after it, the deltas of all of them can be read.
