@@ -42,7 +42,8 @@ class OwnCode:
 
     def __str__(self) -> str:
         packed = " with packed linears" if self.runtime == "torch" else ""
-        return f"runtime: the model's own code{packed}; the {self.lacking} one has no {self.feature}"
+        lacking = f"; the {self.lacking} one has no {self.feature}" if self.feature else ""
+        return f"runtime: the model's own code{packed}{lacking}"
 
 
 def open_model(model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks) -> NativeModel | OwnCode:

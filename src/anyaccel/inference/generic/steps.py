@@ -55,6 +55,23 @@ class TorchSequence:
         self._rules = logits_processor
         return input_ids
 
+    def __len__(self) -> int:
+        return self._ids_BT.shape[1]
+
+    def append(self, tokens_T: torch.Tensor) -> None:
+        """Add what follows the sequence so far, for the next step."""
+        self._ids_BT = torch.cat([self._ids_BT, tokens_T[None]], dim=1)
+
+    def step(self, **how: Any) -> Any:
+        """Compute the tokens that no step has had yet; returns what the module returns, with all of their logits.
+
+        Args:
+            how: for the module.
+        """
+        return self._compute(
+            self._inputs | {"logits_to_keep": 0} if "logits_to_keep" in self._inputs else self._inputs, how
+        )
+
     def logits(self, token: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of the next token, float32 [vocabulary], within the rules of the model's generation_config.
 
@@ -62,19 +79,22 @@ class TorchSequence:
             token: what follows the sequence so far, [1]; None for the first step.
         """
         if token is not None:
-            self._ids_BT = torch.cat([self._ids_BT, token[None]], dim=1)
+            self.append(token)
+        with torch.inference_mode():
+            found: torch.Tensor = self._rules(self._ids_BT, self._compute(self._inputs, {}).logits[:, -1].float())[0]
+        return found
+
+    def _compute(self, inputs: dict[str, Any], more: dict[str, Any]) -> Any:
         how: dict[str, Any] = {}
         if "is_first_iteration" in self._known:
             how["is_first_iteration"] = self._first
-        if "next_sequence_length" in self._known and not self._first and self._inputs.get("use_cache"):
+        if "next_sequence_length" in self._known and not self._first and inputs.get("use_cache"):
             how["next_sequence_length"] = 1
         self._first = False
         with torch.inference_mode():
-            output = self._module(
-                **self._module.prepare_inputs_for_generation(self._ids_BT, **how, **self._inputs), return_dict=True
-            )
+            prepared = self._module.prepare_inputs_for_generation(self._ids_BT, **how, **inputs)
+            output = self._module(**prepared, **more, return_dict=True)
             self._inputs = self._module._update_model_kwargs_for_generation(
-                output, self._inputs, is_encoder_decoder=self._module.config.is_encoder_decoder
+                output, inputs, is_encoder_decoder=self._module.config.is_encoder_decoder
             )
-            found: torch.Tensor = self._rules(self._ids_BT, output.logits[:, -1].float())[0]
-        return found
+        return output

@@ -12,11 +12,10 @@ from anyaccel import host_memory
 from anyaccel.errors import UsageError
 from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.facts import (
+    NATIVE_RANKS,
     ONLY_ALONE,
-    ONLY_NATIVE,
     StepDecoder,
     check_pages,
-    lacking,
     limited,
     plan_line,
     served_context,
@@ -95,32 +94,40 @@ def open_decoder(
     machine = read_machine()
     accelerator = find_accelerator(machine)
     on_cpu = accelerator.is_cpu
-    if options.runtime in ("torch", "plain"):
-        raise UsageError(f"--runtime {options.runtime}: {ONLY_NATIVE}; anyaccel generate has the others")
+    alone = options.ranks == settings.replicas == 1
+    if options.runtime in ("torch", "plain") and not alone:
+        raise UsageError(f"--runtime {options.runtime}: {NATIVE_RANKS}")
     choose_runtime(options, on_cpu)  # or it is refused before ranks are started
     if not on_cpu and settings.replicas > 1:
         raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
     cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_cpu else 0)
     options = replace(options, cache_bytes=cache_bytes // settings.replicas // options.ranks)
-    if options.ranks > 1 or settings.replicas > 1:
+    if not alone:
         from anyaccel.serve.engine.ranks import RanksDecoder
 
         return RanksDecoder(path, options, screen, settings, tokenizer, replica)
     screen.line(f"accelerator: {accelerator.description}")
     screen.line(f"topology: {machine.summary()}")
+    callbacks = Callbacks(screen.progress, check, screen.line)
     try:
-        native = open_model(path, options, RankPlace(on_cpu=on_cpu), Callbacks(screen.progress, check, screen.line))
+        native = open_model(path, options, RankPlace(on_cpu=on_cpu), callbacks)
     except Unsupported as lack:
-        raise lacking(lack.feature) from None
+        raise UsageError(str(lack)) from None
     if isinstance(native, OwnCode):
-        raise lacking(native.feature)
-    describe_weights(native, screen)
+        from anyaccel.inference.engine import own_code_model
+
+        native = own_code_model(path, native, options, callbacks)
+    else:
+        describe_weights(native, screen)
     spec = native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = served_context(native.spec.max_tokens, settings)
     decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
-    on_device = native.runtime == "device"
-    where = "one process and its accelerator" if on_device else f"one process of {native.model.threads} threads"
+    where = "one process and its accelerator"
+    if native.runtime == "native":
+        where = f"one process of {native.model.threads} threads"
+    elif on_cpu:
+        where = "one process"
     plan = plan_line(decoder, where, options, settings)
     decoder.facts = replace(decoder.facts, plan=plan)
     return decoder

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from anyaccel.inference.options import ModelOptions
     from anyaccel.serve.engine.settings import EngineSettings
 
-ONLY_NATIVE = "anyaccel serve has models of the native and the device runtime only"
+NATIVE_RANKS = (
+    "anyaccel serve divides and copies models of the native and the device runtime only; one process alone runs "
+    "others too"
+)
 ONLY_ALONE = "anyaccel serve has replicas of a model on the host's own processor only; start a server for each device"
 
 
 def lacking(feature: str) -> UsageError:
-    """The error for a model that needs a feature which neither the native nor the device runtime has."""
-    return UsageError(
-        f"{ONLY_NATIVE}, which have no {feature}; anyaccel generate and anyaccel chat run other models too, through "
-        "transformers' own code"
-    )
+    """The error for a model on several ranks that needs what neither the native nor the device runtime has."""
+    return UsageError(f"{NATIVE_RANKS} (these have no {feature})")
 
 
 class StepDecoder(Protocol):

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that run their own code as executors of `_llm.ExternalModel`, which has the requests and makes the steps.
+
+`BatchedExecutor` computes the tokens of all sequences of a step together, as one row of tokens: linears, norms and MLPs
+do not care whose a token is, and attention goes through transformers' interface to `attend` here, which has keys and
+values of each sequence. vLLM's Transformers backend has the same idea. `OneByOneExecutor` is for what does not allow
+that, recurrent states above all: it computes one sequence after another, as `generate` does.
+
+Letters: B batch (1), H query heads, K key and value heads, T tokens of a step, N tokens of a sequence, D of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.device.sampling import Pick, choose
+from anyaccel.inference.generic.steps import TorchSequence
+
+_NAME = "anyaccel"  # of our attention, among transformers'
+_GROWTH = 256  # tokens for which a sequence takes memory at once
+_MOST_TOKENS = 1024
+# Sequences with a common part share its memory until one of them goes on; the limit counts it twice.
+_SHARED = 2
+
+Segment = tuple[int, int, list[int], int]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _inference(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def wrapped(*arguments: Any) -> Any:
+        with torch.inference_mode():
+            return method(*arguments)
+
+    return cast("_Method", wrapped)
+
+
+class _Executor:
+    """What both have in common; see `_llm.Executor` for what each method means.
+
+    Args:
+        module: a causal language model of transformers, on one device.
+        limit_bytes: of the memory of sequences.
+    """
+
+    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
+        self.module = module
+        self.limit_bytes = limit_bytes
+        self.weight_bytes = weight_bytes
+        self.most_tokens = _MOST_TOKENS
+        self.token_bytes = 1
+        self.device = next(module.parameters()).device
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        picks: Sequence[Pick],
+        logits_rows: Sequence[int],
+        logits: int,
+        hidden_rows: Sequence[int],
+        hidden: int,
+    ) -> list[int]:
+        logits_TV, hidden_TE = self.compute(segments, bool(hidden_rows))
+        if logits_rows:
+            _copy_to_host(logits_TV[list(logits_rows)], logits)
+        if hidden_rows:
+            assert hidden_TE is not None
+            _copy_to_host(hidden_TE[list(hidden_rows)], hidden)
+        if not picks:
+            return []
+        chosen: list[int] = choose(logits_TV[[pick[0] for pick in picks]].float(), picks, torch.float64).tolist()
+        return chosen
+
+    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [tokens, vocabulary] and, where they are asked for, last hidden states of all segments' tokens."""
+        raise NotImplementedError
+
+    def connect(self) -> None:
+        """Does nothing: the model is one process's."""
+
+    def shared(self, value: int) -> int:
+        return value
+
+
+def _copy_to_host(values: torch.Tensor, address: int) -> None:
+    floats = (ctypes.c_float * values.numel()).from_address(address)
+    torch.frombuffer(floats, dtype=torch.float32).view(values.shape).copy_(values)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    limit = 1e-3 if dtype == torch.float32 else 0.06
+    return bool((found - expected).abs().max() <= limit * expected.abs().max())
+
+
+# All sequences together -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Layer:
+    """Keys [K, capacity, D] and values of a sequence in a layer; `own`: nobody else has this memory."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    own: bool = True
+
+    def append(self, keys_KTD: torch.Tensor, values_KTD: torch.Tensor, start: int) -> None:
+        end = start + keys_KTD.shape[1]
+        if not self.own or end > self.keys.shape[1]:
+            self.keys, self.values = _grown(self.keys, start, end), _grown(self.values, start, end)
+            self.own = True
+        self.keys[:, start:end] = keys_KTD
+        self.values[:, start:end] = values_KTD
+
+
+def _grown(old: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    new = old.new_empty(old.shape[0], -(-end // _GROWTH) * _GROWTH, old.shape[2])
+    new[:, :start] = old[:, :start]
+    return new
+
+
+@dataclass
+class _Sequence:
+    length: int = 0
+    layers: dict[int, _Layer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where the tokens of a segment are in the row of all, and whose they are."""
+
+    sequence: _Sequence
+    start: int
+    begin: int
+    count: int
+
+
+_current: list[_Row] = []  # of the call under way: executors run in one thread at a time, within `_llm`'s lock
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What transformers' models get for a mask and hand to `attend`: which positions see which."""
+
+    sees: Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def between(self, start: int, end: int, device: torch.device) -> torch.Tensor:
+        """[end - start, end], of the tokens from `start` on."""
+        queries = torch.arange(start, end, device=device)[:, None]
+        keys = torch.arange(end, device=device)[None]
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return self.sees(zero, zero, queries, keys)
+
+
+def _make_mask(*_: Any, mask_function: Any, attention_mask: Any = None, **__: Any) -> _Mask:
+    if attention_mask is not None:
+        raise ModelError("the model's code makes masks of its own")
+    return _Mask(mask_function)
+
+
+class _NoCache(Cache):  # type: ignore[misc]
+    """Stands for the model's own cache, and keeps nothing: `attend` has keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        return query_length, 0
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: _Mask | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the tokens of several sequences, each to its own; an `attention_interface` of transformers.
+
+    Args:
+        query: [1, H, T, D]; key, value: [1, K, T, D].
+        s_aux: a logit of each head that takes part in the softmax (GPT-OSS).
+
+    Returns:
+        [1, T, H, D].
+    """
+    layer = int(cast("Any", module).layer_idx)
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    for row in _current:
+        part = slice(row.begin, row.begin + row.count)
+        end = row.start + row.count
+        held = row.sequence.layers.get(layer)
+        if held is None:
+            held = row.sequence.layers[layer] = _Layer(
+                key.new_empty(key.shape[1], 0, key.shape[3]), value.new_empty(value.shape[1], 0, value.shape[3])
+            )
+        held.append(key[0, :, part], value[0, :, part], row.start)
+        seen = attention_mask.between(row.start, end, query.device) if attention_mask is not None else None
+        if seen is None:
+            positions = torch.arange(end, device=query.device)
+            seen = positions[None] <= positions[row.start :, None]
+            if sliding_window:
+                seen = seen & (positions[None] > positions[row.start :, None] - sliding_window)
+        heads = _softmax(
+            query[:, :, part], held.keys[None, :, :end], held.values[None, :, :end], seen, scaling, softcap, s_aux
+        )
+        out[0, part] = heads[0].transpose(0, 1)
+    return out, None
+
+
+def _softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    if softcap is None and sinks is None:
+        mask = None if q.shape[2] == 1 and bool(seen.all()) else seen
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+AttentionInterface.register(_NAME, attend)
+AttentionMaskInterface.register(_NAME, _make_mask)
+
+
+class BatchedExecutor(_Executor):
+    """Tokens of all sequences together.
+
+    Raises:
+        ModelError: the module's attention does not go through transformers' interface, or answers otherwise than when
+            it is called alone.
+    """
+
+    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
+        super().__init__(module, limit_bytes, weight_bytes)
+        self._sequences: dict[int, _Sequence] = {}
+        kind = type(module)
+        if getattr(kind, "_is_stateful", False) or not getattr(kind, "_supports_attention_backend", False):
+            raise ModelError(f"{kind.__name__} has states of its own, or an attention of its own")
+        usual = module.config._attn_implementation
+        ids = torch.arange(8, device=self.device)[None] % module.get_input_embeddings().weight.shape[0]
+        with torch.inference_mode():
+            expected = module(input_ids=ids, use_cache=False).logits[0].float()
+            module.set_attn_implementation(_NAME)
+            try:
+                self._check(ids[0].tolist(), expected)
+            except Exception as error:  # of code that is not ours
+                module.set_attn_implementation(usual)
+                raise ModelError(f"{kind.__name__} cannot compute sequences together ({error})") from error
+            finally:
+                self._sequences.clear()
+
+    def _check(self, tokens: list[int], expected: torch.Tensor) -> None:
+        """Compare tokens that come in parts, beside those of another sequence, with the module called alone."""
+        for number in (0, 1):
+            self.change(number, -1, 0)
+        parts = []
+        for begin, end in ((0, 5), (5, 7), (7, 8)):
+            logits, _ = self.compute([(1, begin, tokens[begin:end][::-1], 0), (0, begin, tokens[begin:end], 0)], False)
+            parts.append(logits[end - begin :])
+        if not _alike(torch.cat(parts), expected, self.module.dtype):
+            raise ModelError("the answers differ from those of the module alone")
+        layers = self._sequences[0].layers.values()
+        self.token_bytes = sum(_row_bytes(each.keys) + _row_bytes(each.values) for each in layers)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(each.length for each in self._sequences.values()) * self.token_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        held = {
+            tensor.data_ptr(): tensor.nbytes
+            for sequence in self._sequences.values()
+            for layer in sequence.layers.values()
+            for tensor in (layer.keys, layer.values)
+        }
+        return sum(held.values())
+
+    def change(self, sequence: int, of: int, length: int) -> None:
+        if length < 0:
+            self._sequences.pop(sequence, None)
+        elif of == sequence:
+            self._sequences[sequence].length = length
+        else:
+            new = _Sequence(length)
+            if of >= 0 and length > 0:
+                for index, layer in self._sequences[of].layers.items():
+                    layer.own = False
+                    new.layers[index] = _Layer(layer.keys, layer.values, own=False)
+            self._sequences[sequence] = new
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        new = sum(count for _, count in wanted) * self.token_bytes
+        if self.used_bytes + new > _SHARED * self.limit_bytes:
+            raise ModelError(f"the key/value cache of {self.limit_bytes} bytes is full; cache_bytes sets its size")
+
+    def clear(self, sequence: int) -> None:
+        for layer in self._sequences[sequence].layers.values():
+            layer.keys.zero_()
+            layer.values.zero_()
+
+    @_inference
+    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows: list[_Row] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        for number, start, tokens, _ in segments:
+            rows.append(_Row(self._sequences[number], start, len(ids), len(tokens)))
+            ids += tokens
+            positions += range(start, start + len(tokens))
+        _current[:] = rows
+        try:
+            output = self.module(
+                input_ids=torch.tensor([ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                past_key_values=_NoCache(),
+                use_cache=True,
+                output_hidden_states=hidden,
+                return_dict=True,
+            )
+        finally:
+            _current.clear()
+        for row in rows:
+            row.sequence.length = row.start + row.count
+        return output.logits[0], output.hidden_states[-1][0] if hidden else None
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] * tensor.shape[2] * tensor.element_size()
+
+
+# One sequence after another -------------------------------------------------------------------------------
+
+
+@dataclass
+class _OwnState:
+    """A sequence with the model's own cache; without one, its tokens are computed again when it goes on."""
+
+    tokens: list[int] = field(default_factory=list)
+    state: TorchSequence | None = None
+
+
+class OneByOneExecutor(_Executor):
+    """Sequences one after another, each with the cache that the model's own code makes."""
+
+    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
+        super().__init__(module, limit_bytes, weight_bytes)
+        self._sequences: dict[int, _OwnState] = {}
+        config = module.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers = getattr(config, "num_hidden_layers", 1)
+        self.token_bytes = 2 * layers * heads * width * module.dtype.itemsize  # at most: states do not grow
+        self.most_tokens = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.keeps_states = True
+        self.keeps_states = self._find_states_apart()
+
+    def _find_states_apart(self) -> bool:
+        """Whether a sequence goes on as it would alone when another has been computed in between.
+
+        Some models have their states in the module. Sequences of those are computed from their beginning at each step.
+        """
+        tokens = [token % self.module.get_input_embeddings().weight.shape[0] for token in range(1, 7)]
+        for number in (0, 1):
+            self.change(number, -1, 0)
+        self.compute([(0, 0, tokens[:5], 0), (1, 0, tokens[::-1], 0)], False)
+        found, _ = self.compute([(0, 5, tokens[5:], 0)], False)
+        self.change(0, 0, 0)
+        expected, _ = self.compute([(0, 0, tokens, 0)], False)
+        self._sequences.clear()
+        return _alike(found, expected[-1:], self.module.dtype)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(len(each.tokens) for each in self._sequences.values()) * self.token_bytes
+
+    reserved_bytes = used_bytes
+
+    def change(self, sequence: int, of: int, length: int) -> None:
+        if length < 0:
+            self._sequences.pop(sequence, None)
+        elif of == sequence:
+            state = self._sequences[sequence]
+            if length < len(state.tokens):
+                self._sequences[sequence] = _OwnState(state.tokens[:length])
+        else:
+            self._sequences[sequence] = _OwnState(self._sequences[of].tokens[:length] if of >= 0 else [])
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        new = sum(count for _, count in wanted) * self.token_bytes
+        if self.used_bytes + new > self.limit_bytes:
+            raise ModelError(f"the key/value cache of {self.limit_bytes} bytes is full; cache_bytes sets its size")
+
+    def clear(self, sequence: int) -> None:
+        self._sequences[sequence].state = None
+
+    @_inference
+    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = [self._extend(self._sequences[number], start, tokens, hidden) for number, start, tokens, _ in segments]
+        return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found]) if hidden else None
+
+    def _extend(self, own: _OwnState, start: int, tokens: list[int], hidden: bool) -> tuple[torch.Tensor, Any]:
+        own.tokens[start:] = tokens
+        state, own.state = own.state, None  # an error leaves a sequence that is computed again
+        # Models with states of their own go on by one token only.
+        if state is None or len(tokens) > 1 or len(state) != start:
+            state = TorchSequence(self.module, torch.tensor([own.tokens], device=self.device), 1)
+        else:
+            state.append(torch.tensor(tokens, device=self.device))
+        output = state.step(output_hidden_states=hidden)
+        own.state = state if self.keeps_states else None
+        count = len(tokens)
+        return output.logits[0, -count:], output.hidden_states[-1][0, -count:] if hidden else None

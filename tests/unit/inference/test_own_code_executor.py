@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that run their own code behind `_llm.Request`: their tokens are those of transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anyaccel import _llm
+from anyaccel.errors import ModelError
+from anyaccel.inference.generic.executor import BatchedExecutor, OneByOneExecutor
+from anyaccel.inference.spec.decoder import DecoderSpec
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 300
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+# Attention through transformers' interface: plain, of windows and full in turn, capped, with sinks, in chunks.
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "helium": ("HeliumConfig", {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 4}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 8,
+            "attention_chunk_size": 4,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "no_rope_layers": [1, 1, 0],
+        },
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+}
+# States of their own, or attention of their own.
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {"head_dim": 8, "lru_width": 32, "attention_window_size": 6}),
+    "diffllama": ("DiffLlamaConfig", {}),
+}
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [40, 41], [100, 90, 80, 70, 60])
+
+
+def _module(name: str, more: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**_SMALL, **more})
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in module.parameters():  # initial values are small, and answers then depend on little
+        parameter.data.mul_(3) if parameter.dim() > 1 else None
+    return module
+
+
+def _expected(module: Any, prompt: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        out = module.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def _model(executor: Any) -> _llm.ExternalModel:
+    return _llm.ExternalModel(DecoderSpec(VOCAB, 32, (), None, max_tokens=128), executor)
+
+
+def _answer(model: Any, requests: list[Any]) -> list[list[int]]:
+    while not all(request.finished for request in requests):
+        model.step([request for request in requests if not request.finished])
+    return [list(request.tokens) for request in requests]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_sequences_of_several_lengths_are_computed_together(name: str) -> None:
+    module = _module(*TOGETHER[name])
+    expected = [_expected(module, prompt, 9) for prompt in PROMPTS]
+    model = _model(BatchedExecutor(module, 1 << 24, 0))
+    requests = [_llm.Request(model, prompt, {"max_new_tokens": 9}) for prompt in PROMPTS]
+    assert _answer(model, requests) == expected
+    again = _llm.Request(
+        model, [*PROMPTS[0], *expected[0][:4]], {"max_new_tokens": 5}, requests[0]
+    )  # its prefix is kept
+    assert _answer(model, [again]) == [expected[0][4:]]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_models_with_states_go_one_after_another(name: str) -> None:
+    module = _module(*ALONE[name])
+    expected = [_expected(module, prompt, 9) for prompt in PROMPTS]
+    model = _model(OneByOneExecutor(module, 1 << 24, 0))
+    requests = [_llm.Request(model, prompt, {"max_new_tokens": 9}) for prompt in PROMPTS]
+    assert _answer(model, requests) == expected
+    again = _llm.Request(model, [*PROMPTS[0], *expected[0][:4]], {"max_new_tokens": 5}, requests[0])
+    assert _answer(model, [again]) == [expected[0][4:]]
+
+
+def test_a_model_with_states_is_refused_by_the_one_that_computes_together() -> None:
+    module = _module(*ALONE["mamba"])
+    usual = module.config._attn_implementation
+    with pytest.raises(ModelError, match="states of its own"):
+        BatchedExecutor(module, 1 << 24, 0)
+    assert module.config._attn_implementation == usual
+
+
+def test_states_in_the_module_are_noticed() -> None:
+    assert not OneByOneExecutor(_module(*ALONE["recurrent_gemma"]), 1 << 24, 0).keeps_states
+    assert OneByOneExecutor(_module(*ALONE["mamba"]), 1 << 24, 0).keeps_states
+
+
+def test_two_that_share_a_prefix_do_not_see_each_other(tmp_path: Path) -> None:
+    module = _module(*TOGETHER["llama"])
+    first, second = [*PROMPTS[0], 20], [*PROMPTS[0], 30]
+    expected = [_expected(module, prompt, 6) for prompt in (first, second)]
+    model = _model(BatchedExecutor(module, 1 << 24, 0))
+    common = _llm.Request(model, PROMPTS[0], {"max_new_tokens": 1})
+    _answer(model, [common])
+    both = [_llm.Request(model, prompt, {"max_new_tokens": 6}, common) for prompt in (first, second)]
+    assert _answer(model, both) == expected
+
+
+def test_a_full_cache_is_an_error() -> None:
+    model = _model(BatchedExecutor(_module(*TOGETHER["llama"]), 1 << 10, 0))
+    with pytest.raises(ModelError, match="cache"):
+        _answer(model, [_llm.Request(model, list(range(100)), {"max_new_tokens": 5})])
