@@ -65,7 +65,7 @@ EVERYBODYS = {
 ROOMS = {
     "inference": (
         "options", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "opening",
-        "engine", "generate", "calibration", "quantize", "ranks",
+        "engine", "generate", "own_code", "calibration", "quantize", "ranks",
     ),
     "launch": (
         "counts", "host_name", "job", "limits", "output", "failure", "pid_file", "processes", "small_file",

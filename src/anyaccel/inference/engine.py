@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyaccel import host_memory
 from anyaccel.accelerator import get_accelerator
-from anyaccel.errors import ModelError, UsageError
+from anyaccel.errors import UsageError
 from anyaccel.inference.generic.loading import (
     check_dtype,
     model_folder,
@@ -34,10 +33,9 @@ from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.hf.snapshot import parameter_shapes
 from anyaccel.inference.modules.adapters import MERGE, has_adapters, refuse_adapters
 from anyaccel.inference.modules.stand_in import StandIn
-from anyaccel.inference.native.runtime import SHARE_OF_MEMORY, Callbacks, NativeModel, Progress, RankPlace
+from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, RankPlace
 from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, open_model
 from anyaccel.inference.options import QUANTISED, ModelOptions, dtype_name
-from anyaccel.inference.spec.decoder import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +81,11 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         why: what the native runtime, or on a device the device's, lacks for this model; empty when it runs it or was
             not asked to.
         native: the model of "native" or "device"; None when another runtime runs it.
+        packed_bytes: of the weights of "torch" that are packed.
     """
 
     module: Any
+    packed_bytes = 0
 
     def __init__(
         self,
@@ -406,53 +406,6 @@ def own_code_engine(
         engine.runtime = "torch"
         refuse_adapters(module)
     return engine
-
-
-def own_code_model(path: Path, code: OwnCode, options: ModelOptions, callbacks: Callbacks) -> NativeModel:
-    """A model on its own code as requests and the server's scheduler take it: see `inference/generic/executor.py`.
-
-    Raises:
-        UsageError: it is none of those that continue their prompt.
-        ModelError: see `own_code_engine`.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    from anyaccel import _llm
-    from anyaccel.inference.generate import sizes_of
-    from anyaccel.inference.generic.executor import BatchedExecutor, OneByOneExecutor
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    settings = dataclasses.replace(options, cache_bytes=0, kv_cache="auto", runtime="auto")
-    engine = own_code_engine(path, settings, RankPlace(), code, callbacks.progress)
-    module: Any = engine.module
-    config = module.config
-    if config.is_encoder_decoder:
-        raise UsageError(
-            f"{path}: {type(module).__name__} has an encoder for the prompt; anyaccel generate has such models"
-        )
-    limit = options.cache_bytes or int(host_memory.available() * SHARE_OF_MEMORY)
-    weights = sum(each.numel() * each.element_size() for each in module.parameters())
-    weights += engine.packed_bytes
-    executor: Any
-    try:
-        executor, how = BatchedExecutor(module, limit, weights), "together"
-    except ModelError as why:
-        logger.info("%s", why)
-        executor, how = OneByOneExecutor(module, limit, weights), "one after another"
-    callbacks.line(f"{code}; requests are computed {how}")
-    vocabulary, context = sizes_of(engine)
-    spec = DecoderSpec(vocabulary, config.get_text_config().hidden_size, (), None, max_tokens=context)
-    return NativeModel(
-        _llm.ExternalModel(spec, executor),
-        spec,
-        spec,
-        config.to_dict(),
-        module.generation_config.to_dict(),
-        options.dtype,
-        {},
-        runtime=engine.runtime,
-    )
 
 
 def _check_cache_options(settings: ModelOptions) -> None:

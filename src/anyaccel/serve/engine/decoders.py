@@ -114,7 +114,7 @@ def open_decoder(
     except Unsupported as lack:
         raise UsageError(str(lack)) from None
     if isinstance(native, OwnCode):
-        from anyaccel.inference.engine import own_code_model
+        from anyaccel.inference.own_code import own_code_model
 
         native = own_code_model(path, native, options, callbacks)
     else:
