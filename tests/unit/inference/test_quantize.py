@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import family_cases
 from anyaccel.cli import main
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.new_folder import new_file
@@ -151,6 +152,17 @@ def test_what_is_packed_is_what_packing_the_model_makes(folder: Path) -> None:
     result = np.empty((HIDDEN, FEATURES), np.float32)
     linear.multiply(unit.ctypes.data, result.ctypes.data, HIDDEN, "f32")
     np.testing.assert_allclose(result.T, dequantised(after, "model.layers.0.mlp.up_proj", 4), rtol=0, atol=1e-2)
+
+
+def test_short_rows_are_read_with_the_bits_that_they_have(tmp_path: Path) -> None:
+    """Six words hold 24 values of seven bits, too; rows of 12, 16 and 24 values are in these models."""
+    pytest.importorskip("transformers")
+    for case in ("deepseek_v3", "gemma4_text"):
+        family_cases.build(case).save_pretrained(tmp_path / case)
+        quantize(tmp_path / case, tmp_path / f"{case}-8", dtype="int8")
+        before, after = (packed(tmp_path / name, "fp32")[1] for name in (case, f"{case}-8"))
+        for name, matrix in before.matrices.items():
+            np.testing.assert_allclose(after.matrices[name], matrix, rtol=0, atol=0.01 * np.abs(matrix).max())
 
 
 def test_nothing_is_left_when_it_fails(folder: Path) -> None:

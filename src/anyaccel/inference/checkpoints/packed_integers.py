@@ -271,9 +271,7 @@ class CompressedIntegers(Layout):
             found = self.array(f"{stem}.weight_shape", ("I64", "I32"), 1)
             self.check(len(found) == 2 and found[0] == words.shape[0] and found[1] > 0, name, f"weight_shape {found}")
             shape = (int(found[0]), int(found[1]))
-            bits = next((each for each in range(2, 9) if -(-shape[1] * each // _WORD) == words.shape[1]), 0)
-            if not bits:
-                raise Unreadable(f"compressed-tensors weights of other than 2 to 8 bits ({self.where(name)})")
+            bits = self._bits(name, shape[1], words.shape[1])
         else:
             shape, bits = self.array(name, ("I8",)).shape, 8
         scales = self._scales(stem)
@@ -289,6 +287,21 @@ class CompressedIntegers(Layout):
             zero=uniform,
             most_scale=most,
         )
+
+    def _bits(self, name: str, cols: int, words: int) -> int:
+        """Bits of a value. As many words may hold a short row at several widths: then the config says."""
+        fitting = [each for each in range(2, 9) if -(-cols * each // _WORD) == words]
+        if not fitting:
+            raise Unreadable(f"compressed-tensors weights of other than 2 to 8 bits ({self.where(name)})")
+        groups = self.settings.mapping("config_groups")
+        said = {groups.mapping(each).mapping("weights").get_int("num_bits", 0) for each in groups.known()}
+        likely = [each for each in fitting if each in said] or fitting
+        if len(likely) > 1:
+            either = f"{likely[0]} or {likely[1]}"
+            raise Unreadable(f"weights of {either} bits: the config does not say which ({self.where(name)})")
+                f"compressed-tensors weights of {either} bits: the config does not say ({self.where(name)})"
+            )
+        return likely[0]
 
     def _scales(self, stem: str) -> Any:
         """[out, groups], or [1, 1] where all share one."""
