@@ -299,8 +299,6 @@ class CompressedIntegers(Layout):
         if len(likely) > 1:
             either = f"{likely[0]} or {likely[1]}"
             raise Unreadable(f"weights of {either} bits: the config does not say which ({self.where(name)})")
-                f"compressed-tensors weights of {either} bits: the config does not say ({self.where(name)})"
-            )
         return likely[0]
 
     def _scales(self, stem: str) -> Any:
