@@ -751,6 +751,42 @@ CASES |= {
             final_logit_softcapping=3.0,
         ),
     ),
+    "youtu": ("YoutuConfig", common(**_MLA_ONLY)),
+    "youtu-plain": (
+        "YoutuConfig",
+        common(**_MLA_ONLY | {"q_lora_rank": None}, rope_interleave=False, attention_bias=True),
+    ),
+    "mellum": (
+        "MellumConfig",
+        common(
+            head_dim=8,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            sliding_window=5,
+            layer_types=_WINDOWS,
+            mlp_layer_types=["sparse", "dense"],
+        ),
+    ),
+    "mellum-plain": (
+        "MellumConfig",
+        common(
+            head_dim=12,
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+            attention_bias=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        common(**_GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=3.0),
+    ),
     "gemma4_text-experts": (
         "Gemma4TextConfig",
         common(

@@ -122,6 +122,13 @@ def deepseek_v3(config: Config) -> DecoderSpec:
     return decoder(config, layers, rms(config), (latent_rope(config, config.get_bool("rope_interleave")),))
 
 
+def youtu(config: Config) -> DecoderSpec:
+    """DeepSeek-V3's attention without its experts."""
+    norm = rms(config)
+    layer = pre_norm(norm, latent_attention(config), gated(config))
+    return decoder(config, [layer] * config.layers, norm, (latent_rope(config, config.get_bool("rope_interleave")),))
+
+
 def _keys_and_values(at: At) -> Sequence[Part]:
     """As GGUF stores them for attention on the latents: [heads, latents, keys] and [heads, values, latents]."""
     keys, values = (at.name(f"self_attn.{name}_b_proj") for name in ("k", "v"))
@@ -199,6 +206,26 @@ FAMILIES = {
             "rope_interleave": True,
         },
         DEEPSEEK_ALIASES,
+    ),
+    "youtu": Family(
+        "Youtu-LLM",
+        youtu,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "rope_interleave": True,
+        },
     ),
 }
 

@@ -350,6 +350,15 @@ GEMMA4_DEFAULTS = {
 }
 
 
+GEMMA4_UNIFIED_DEFAULTS = {
+    **GEMMA4_DEFAULTS,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "use_bidirectional_attention": "vision",
+}
+
+
 def gguf_gemma4(values: Metadata, config: dict[str, Any]) -> None:
     """Layers that see everything have other heads; those that share keys and values may have a wider MLP."""
     kinds = config["layer_types"] = sliding_layers(values, 6)
@@ -411,6 +420,8 @@ def gguf_gemma4(values: Metadata, config: dict[str, Any]) -> None:
 FAMILIES |= {
     "gemma4_text": Family("Gemma 4 (text)", gemma4, GEMMA4, GEMMA4_DEFAULTS),
     "gemma4": Family("Gemma 4 (text part)", gemma4, GEMMA4, GEMMA4_DEFAULTS, text="text_config"),
+    "gemma4_unified_text": Family("Gemma 4 12B (text)", gemma4, GEMMA4, GEMMA4_UNIFIED_DEFAULTS),
+    "gemma4_unified": Family("Gemma 4 12B (text part)", gemma4, GEMMA4, GEMMA4_UNIFIED_DEFAULTS, text="text_config"),
 }
 ARCHITECTURES = {
     "gemma": Architecture("gemma", GGUF_MODULES, GGUF_LLAMA, norms_less_one=True, extra=(gguf_gemma,)),
@@ -452,6 +463,6 @@ ARCHITECTURES = {
         },
         by_layer=True,
         extra=(gguf_gemma4,),
-        others=("gemma4",),
+        others=("gemma4", "gemma4_unified_text", "gemma4_unified"),
     ),
 }

@@ -39,10 +39,8 @@ from anyaccel.inference.families.gguf import (
     partial,
 )
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.families.rope import rope, rope_parameters
+from anyaccel.inference.families.rope import check_whole, rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
-from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.validation import short_repr
 
 
 def glm(config: Config, post_norms: bool = False) -> DecoderSpec:
@@ -72,23 +70,16 @@ def glm4_moe(config: Config) -> DecoderSpec:
     return decoder(config, layers, norm, (rope(config, config.head_dim, partial=True),))
 
 
-def _check_whole(config: Config) -> None:
-    """Of families whose own code rotates whole heads, though its angles are of a part of them."""
-    factor = rope_parameters(config)["partial_rotary_factor"]
-    if factor != 1.0:
-        raise Unsupported(f"partial_rotary_factor={short_repr(factor)} in this family")
-
-
 def glm4_moe_lite(config: Config) -> DecoderSpec:
     """DeepSeek-V3's layers."""
-    _check_whole(config)
+    check_whole(rope_parameters(config))
     norm, heads = rms(config), latent_attention(config)
     layers = [pre_norm(norm, heads, mlp) for mlp in each_mlp(config, choice_by_bias(config), gated(config), 1)]
     return decoder(config, layers, norm, (latent_rope(config, config.get_bool("rope_interleave")),))
 
 
 def solar_open(config: Config) -> DecoderSpec:
-    _check_whole(config)
+    check_whole(rope_parameters(config))
     norm = rms(config)
     heads = attention(config, bias=config.get_bool("attention_bias"), out_bias=False)
     layers = [pre_norm(norm, heads, choice_by_bias(config))] * config.layers

@@ -10,6 +10,7 @@ from anyaccel.inference.families.common import (
     LLAMA_DEFAULTS,
     attention,
     decoder,
+    each_mlp,
     gated,
     llama_like,
     mixture,
@@ -30,7 +31,7 @@ from anyaccel.inference.families.gguf import (
     gguf_mixture,
 )
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.families.rope import rope
+from anyaccel.inference.families.rope import check_whole, rope, rope_parameters_of
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe, QkNorm
 from anyaccel.inference.spec.mapping import stacked
 from anyaccel.validation import check_integer
@@ -91,6 +92,40 @@ def qwen3_moe(config: Config) -> DecoderSpec:
     )
     layers = [pre_norm(norm, heads, mlp) for mlp in _sparse(config, moe, gated(config))]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
+
+
+def mellum(config: Config) -> DecoderSpec:
+    """Qwen 3's layers with experts, windows, and rotary positions of two kinds."""
+    moe = mixture(
+        config,
+        "num_experts",
+        gated(config, features="moe_intermediate_size"),
+        normalise=config.get_bool("norm_topk_prob"),
+    )
+    norm = rms(config)
+    parameters = [
+        rope_parameters_of(config, kind, theta, scaled=False)
+        for kind, theta in (("full_attention", 5e5), ("sliding_attention", 1e4))
+    ]
+    for each in parameters:
+        check_whole(each)
+    each_window = windows(config, config.layer_types())
+    layers = [
+        pre_norm(
+            norm,
+            attention(
+                config,
+                rope=int(window > 0),
+                window=window,
+                bias=config.get_bool("attention_bias"),
+                qk_norm=QkNorm(norm),
+            ),
+            mlp,
+        )
+        for window, mlp in zip(each_window, each_mlp(config, moe, gated(config), 0), strict=True)
+    ]
+    ropes = tuple(rope(config, config.head_dim, parameters=each) for each in parameters)
+    return decoder(config, layers, norm, ropes)
 
 
 # Mixtures of experts: checkpoints have a tensor for each expert's matrix; transformers 5's modules stack them.
@@ -176,6 +211,27 @@ FAMILIES = {
             "moe_intermediate_size": 768,
             "num_experts_per_tok": 8,
             "num_experts": 128,
+        },
+        {"num_local_experts": "num_experts"},
+    ),
+    "mellum": Family(
+        "Mellum 2",
+        mellum,
+        QWEN_MOE,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 98304,
+            "hidden_size": 2304,
+            "intermediate_size": 7168,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "sliding_window": 1024,
+            "moe_intermediate_size": 896,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": True,
         },
         {"num_local_experts": "num_experts"},
     ),

@@ -118,6 +118,17 @@ def rope(
     return Rope(**values, interleaved=interleaved, first=first)
 
 
+def check_whole(parameters: Mapping[str, Any]) -> None:
+    """Of families whose own code rotates whole heads, though its angles may be of a part of them.
+
+    Raises:
+        Unsupported: they are.
+    """
+    factor = Fields(parameters, _WHERE).number("partial_rotary_factor")
+    if factor != 1.0:
+        raise Unsupported(f"partial_rotary_factor={factor} in this family")
+
+
 def _powers(theta: float, dim: int, over: int | None = None) -> list[float]:
     """theta^(2i / dim) in float32."""
     return [_f32(math.pow(_f32(theta), _f32(i / (over or dim)))) for i in range(0, dim, 2)]
