@@ -118,9 +118,20 @@ def test_a_model_with_states_is_refused_by_the_one_that_computes_together() -> N
     assert module.config._attn_implementation == usual
 
 
-def test_states_in_the_module_are_noticed() -> None:
-    assert not OneByOneExecutor(_module(*ALONE["recurrent_gemma"]), 1 << 24, 0).keeps_states
-    assert OneByOneExecutor(_module(*ALONE["mamba"]), 1 << 24, 0).keeps_states
+@pytest.mark.parametrize(("name", "keeps"), [("recurrent_gemma", False), ("mamba", True), ("diffllama", True)])
+def test_states_in_the_module_are_noticed(name: str, keeps: bool) -> None:
+    assert OneByOneExecutor(_module(*ALONE[name]), 1 << 24, 0).keeps_states is keeps
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_prompt_may_come_in_parts(name: str) -> None:
+    module = _module(*ALONE[name])
+    with torch.inference_mode():
+        expected = module(input_ids=torch.tensor([PROMPTS[0]])).logits[0]
+    executor = OneByOneExecutor(module, 1 << 24, 0)
+    executor.change(0, -1, 0)
+    parts = [executor.compute([(0, begin, PROMPTS[0][begin:end], 0)], False)[0] for begin, end in ((0, 3), (3, 7))]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_two_that_share_a_prefix_do_not_see_each_other(tmp_path: Path) -> None:

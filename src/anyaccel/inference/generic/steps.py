@@ -36,6 +36,7 @@ class TorchSequence:
         self._ids_BT = ids_BT
         self._known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         self._first = True
+        self._computed = 0
         # A function in the place of the loop receives all that `generate` prepares for one: the cache above all.
         module.generate(
             ids_BT,
@@ -61,6 +62,15 @@ class TorchSequence:
     def append(self, tokens_T: torch.Tensor) -> None:
         """Add what follows the sequence so far, for the next step."""
         self._ids_BT = torch.cat([self._ids_BT, tokens_T[None]], dim=1)
+        # transformers has made these ready for one more token; several have come.
+        mask_BT, positions_BT = self._inputs.get("attention_mask"), self._inputs.get("position_ids")
+        if mask_BT is not None and mask_BT.dim() == 2:
+            new = mask_BT.new_ones(1, len(self) - mask_BT.shape[1])
+            self._inputs["attention_mask"] = torch.cat([mask_BT, new], dim=1)
+        if positions_BT is not None and positions_BT.dim() == 2:
+            last = positions_BT[:, -1:]
+            new = last + torch.arange(1, 1 + len(self) - positions_BT.shape[1], device=last.device)
+            self._inputs["position_ids"] = torch.cat([positions_BT, new], dim=1)
 
     def step(self, **how: Any) -> Any:
         """Compute the tokens that no step has had yet; returns what the module returns, with all of their logits.
@@ -89,8 +99,9 @@ class TorchSequence:
         if "is_first_iteration" in self._known:
             how["is_first_iteration"] = self._first
         if "next_sequence_length" in self._known and not self._first and inputs.get("use_cache"):
-            how["next_sequence_length"] = 1
+            how["next_sequence_length"] = len(self) - self._computed
         self._first = False
+        self._computed = len(self)
         with torch.inference_mode():
             prepared = self._module.prepare_inputs_for_generation(self._ids_BT, **how, **inputs)
             output = self._module(**prepared, **more, return_dict=True)
