@@ -155,6 +155,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         ),
         "F32",
     ),
+    "exaone-moe": (
+        "ExaoneMoeConfig",
+        common(**_WINDOWS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, num_shared_experts=2),
+        "F32",
+    ),
+    "granitemoe-shared": (
+        "GraniteMoeSharedConfig",
+        common(**_EXPERTS, shared_intermediate_size=12, attention_multiplier=0.2, residual_multiplier=0.4),
+        "F32",
+    ),
     "exaone4": ("Exaone4Config", common(**_WINDOWS), "F32"),
     "exaone4-no-window": (
         "Exaone4Config",
@@ -274,7 +284,7 @@ def _as_before(values: dict[str, Any]) -> dict[str, Any]:
         values["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
     if kind == "llama4_text":
         values["architectures"] = ["Llama4ForConditionalGeneration"]
-    if kind in ("deepseek_v3", "glm4_moe"):
+    if kind in ("deepseek_v3", "glm4_moe", "exaone_moe"):
         values["num_nextn_predict_layers"] = 0
     return values
 

@@ -15,9 +15,19 @@ from anyaccel.inference.families.common import (
     rms,
     windows,
 )
-from anyaccel.inference.families.deepseek import DEEPSEEK, choice_by_bias
+from anyaccel.inference.families.deepseek import DEEPSEEK, choice_by_bias, gguf_deepseek_experts
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_MODULES, GGUF_POST_NORMS, Architecture, Metadata, sliding_layers
+from anyaccel.inference.families.gguf import (
+    GGUF_EXPERTS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_POST_NORMS,
+    GGUF_QK_NORM,
+    GGUF_SHARED_EXPERTS,
+    Architecture,
+    Metadata,
+    sliding_layers,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.olmo import OLMO2
 from anyaccel.inference.families.rope import rope
@@ -113,4 +123,24 @@ def _gguf_exaone4(values: Metadata, config: dict[str, Any]) -> None:
     config["layer_types"] = sliding_layers(values, 4 if config["sliding_window"] else 1)
 
 
-ARCHITECTURES = {"exaone4": Architecture("exaone4", GGUF_MODULES, GGUF_POST_NORMS, extra=(_gguf_exaone4,))}
+def _gguf_exaone_moe(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_deepseek_experts(values, config)
+    config["num_experts"] = config.pop("n_routed_experts")
+    config["num_shared_experts"] = config.pop("n_shared_experts")
+
+
+ARCHITECTURES = {
+    "exaone4": Architecture("exaone4", GGUF_MODULES, GGUF_POST_NORMS, extra=(_gguf_exaone4,)),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        GGUF_MODULES,
+        {
+            **GGUF_LLAMA,
+            **GGUF_QK_NORM,
+            **GGUF_EXPERTS,
+            **GGUF_SHARED_EXPERTS,
+            "=mlp.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        extra=(_gguf_exaone4, _gguf_exaone_moe),
+    ),
+}

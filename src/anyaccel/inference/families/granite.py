@@ -134,7 +134,9 @@ GRANITE_MOE = LLAMA.but(
 
 
 GRANITE_MOE_SHARED = GRANITE_MOE.but(
-    sinks="=self_attn.sinks", shared__gate_up="shared_mlp.input_linear", shared__down="shared_mlp.output_linear"
+    sinks="=self_attn.sinks",
+    shared__gate_up=["shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp.up_proj")],
+    shared__down="shared_mlp.output_linear",
 )
 GRANITE_SWA = LLAMA.but(sinks="=self_attn.sinks")
 HYPERCLOVAX = LLAMA.but(attn_post_norm="post_norm1", mlp_post_norm="post_norm2")
@@ -166,6 +168,9 @@ def gguf_granite(values: Metadata, config: dict[str, Any]) -> None:
 
 def _gguf_granite_moe(values: Metadata, config: dict[str, Any]) -> None:
     gguf_mixture(values, config, "num_local_experts")
+    if values.has_tensor("blk.0.ffn_gate_shexp.weight"):
+        config["model_type"] = "granitemoeshared"
+        config["shared_intermediate_size"] = values.shape("blk.0.ffn_gate_shexp.weight")[0]
 
 
 FAMILIES = {
@@ -207,13 +212,19 @@ FAMILIES = {
         {**GRANITE_DEFAULTS, "attention_multiplier": None, "use_post_norm": True},
     ),
 }
+_GGUF_SHARED = {
+    "shared_mlp.gate_proj": "ffn_gate_shexp",
+    "shared_mlp.up_proj": "ffn_up_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
 ARCHITECTURES = {
     "granite": Architecture("granite", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases, gguf_granite)),
     "granitemoe": Architecture(
         "granitemoe",
         GGUF_MODULES,
-        {**GGUF_ATTENTION, **GGUF_EXPERTS, "block_sparse_moe.router.layer": "ffn_gate_inp"},
+        {**GGUF_ATTENTION, **GGUF_EXPERTS, "block_sparse_moe.router.layer": "ffn_gate_inp", **_GGUF_SHARED},
         permuted=True,
         extra=(biases, gguf_granite, _gguf_granite_moe),
+        others=("granitemoeshared",),
     ),
 }
