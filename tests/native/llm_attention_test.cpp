@@ -192,9 +192,9 @@ struct World {
     if (team != nullptr) {
       team->run([&](int thread) {
         append(work, thread, threads);
-        team->barrier();
+        team->barrier(thread);
         attend(work, scratch, thread, threads);
-        team->barrier();
+        team->barrier(thread);
         if (needs_combine(work, threads)) combine(work, scratch, thread, threads);
       });
       return out;
