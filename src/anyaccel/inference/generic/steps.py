@@ -35,6 +35,7 @@ class TorchSequence:
         self._module: Any = module
         self._ids_BT = ids_BT
         self._known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._first = True
         self._computed = 0
         # A function in the place of the loop receives all that `generate` prepares for one: the cache above all.
@@ -78,9 +79,7 @@ class TorchSequence:
         Args:
             how: for the module.
         """
-        return self._compute(
-            self._inputs | {"logits_to_keep": 0} if "logits_to_keep" in self._inputs else self._inputs, how
-        )
+        return self._compute(how | ({"logits_to_keep": 0} if self._keeps_logits else {}))
 
     def logits(self, token: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of the next token, float32 [vocabulary], within the rules of the model's generation_config.
@@ -91,21 +90,21 @@ class TorchSequence:
         if token is not None:
             self.append(token)
         with torch.inference_mode():
-            found: torch.Tensor = self._rules(self._ids_BT, self._compute(self._inputs, {}).logits[:, -1].float())[0]
+            found: torch.Tensor = self._rules(self._ids_BT, self._compute({}).logits[:, -1].float())[0]
         return found
 
-    def _compute(self, inputs: dict[str, Any], more: dict[str, Any]) -> Any:
+    def _compute(self, more: dict[str, Any]) -> Any:
         how: dict[str, Any] = {}
         if "is_first_iteration" in self._known:
             how["is_first_iteration"] = self._first
-        if "next_sequence_length" in self._known and not self._first and inputs.get("use_cache"):
+        if "next_sequence_length" in self._known and not self._first and self._inputs.get("use_cache"):
             how["next_sequence_length"] = len(self) - self._computed
         self._first = False
         self._computed = len(self)
         with torch.inference_mode():
-            prepared = self._module.prepare_inputs_for_generation(self._ids_BT, **how, **inputs)
-            output = self._module(**prepared, **more, return_dict=True)
+            prepared = self._module.prepare_inputs_for_generation(self._ids_BT, **how, **self._inputs)
+            output = self._module(**{**prepared, **more, "return_dict": True})
             self._inputs = self._module._update_model_kwargs_for_generation(
-                output, inputs, is_encoder_decoder=self._module.config.is_encoder_decoder
+                output, self._inputs, is_encoder_decoder=self._module.config.is_encoder_decoder
             )
         return output
