@@ -209,7 +209,8 @@ bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs,
 # The browser is Debian's: apt-get install chromium.
 .venv-clients/.stamp:
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q openai anthropic ollama instructor langchain-openai schemathesis playwright kubernetes-validate
+	.venv-clients/bin/python -m pip install -q instructor openai langchain-openai  # with the others, pip takes old ones
+	.venv-clients/bin/python -m pip install -q anthropic ollama schemathesis playwright kubernetes-validate
 	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk ollama
 	@touch $@
 
