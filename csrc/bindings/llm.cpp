@@ -195,6 +195,7 @@ void bind_model(nb::module_& m) {
             self.forward(sequences, counts, pointer<const int64_t>(tokens), pointer<float>(logits), rows);
           },
           nb::arg("sequences"), nb::arg("counts"), nb::arg("tokens"), nb::arg("logits"), nb::arg("rows"), no_gil)
+      .def("cache_bytes_per_state", &Model::cache_bytes_per_state, no_gil)
       .def("cache_bytes_per_token", &Model::cache_bytes_per_token, no_gil)
       .def_prop_ro("cache_used_bytes", &Model::cache_used_bytes, no_gil)
       .def_prop_ro("cache_reserved_bytes", &Model::cache_reserved_bytes, no_gil)

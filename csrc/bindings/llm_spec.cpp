@@ -144,6 +144,43 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   get(from, "growth_first", spec.growth_first);
   optional(from, "value_norm", spec.value_norm, read_norm);
   get(from, "kv_layer", spec.kv_layer);
+  get(from, "gated", spec.gated);
+  return spec;
+}
+
+llm::ShortConvSpec read_short_conv(const nb::handle& from) {
+  llm::ShortConvSpec spec;
+  get(from, "channels", spec.channels);
+  get(from, "kernel", spec.kernel);
+  get(from, "bias", spec.bias);
+  return spec;
+}
+
+llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
+  using Strength = llm::LinearAttentionSpec::Strength;
+  llm::LinearAttentionSpec spec;
+  get(from, "heads", spec.heads);
+  get(from, "key_heads", spec.key_heads);
+  get(from, "key_dim", spec.key_dim);
+  get(from, "value_dim", spec.value_dim);
+  get(from, "scale", spec.scale);
+  get(from, "kernel", spec.kernel);
+  get(from, "conv_bias", spec.conv_bias);
+  get(from, "delta", spec.delta);
+  choice<Strength>(from, "strength", spec.strength, {{"step", Strength::step}, {"sigmoid", Strength::sigmoid}});
+  get(from, "strength_scale", spec.strength_scale);
+  get(from, "step_min", spec.step_min);
+  get(from, "step_max", spec.step_max);
+  get(from, "l2_norm", spec.l2_norm);
+  get(from, "skip", spec.skip);
+  get(from, "gate", spec.gate);
+  optional(from, "norm", spec.norm, read_norm);
+  get(from, "norm_width", spec.norm_width);
+  get(from, "norm_shared", spec.norm_shared);
+  get(from, "norm_first", spec.norm_first);
+  get(from, "in_bias", spec.in_bias);
+  get(from, "out_bias", spec.out_bias);
+  get(from, "key_copies", spec.key_copies);
   return spec;
 }
 
@@ -222,11 +259,11 @@ llm::InputGateSpec read_input_gate(const nb::handle& from) {
 
 llm::LayerSpec read_layer(const nb::handle& from) {
   llm::LayerSpec spec;
-  spec.attention = read_attention(at(from, "attention"));
+  optional(from, "attention", spec.attention, read_attention);
   const nb::object mlp = at(from, "mlp");
   if (nb::hasattr(mlp, "experts"))
     spec.moe = read_moe(mlp);
-  else
+  else if (!mlp.is_none())
     spec.mlp = read_mlp(mlp);
   optional(from, "attn_norm", spec.attn_norm, read_norm);
   optional(from, "attn_post_norm", spec.attn_post_norm, read_norm);
@@ -237,6 +274,11 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   get(from, "residual_from_norm", spec.residual_from_norm);
   optional(from, "input_gate", spec.input_gate, read_input_gate);
   get(from, "scaled", spec.scaled);
+  const nb::object recurrent = at(from, "recurrent");
+  if (nb::hasattr(recurrent, "channels"))
+    spec.short_conv = read_short_conv(recurrent);
+  else if (!recurrent.is_none())
+    spec.linear_attention = read_linear_attention(recurrent);
   return spec;
 }
 
@@ -289,7 +331,7 @@ llm::RequestOptions read_options(const nb::dict& from) {
         is("ignore_end", options.ignore_end) || is("logprobs", options.logprobs) ||
         is("prompt_logprobs", options.prompt_logprobs) || is("draft_tokens", options.draft_tokens) ||
         is("draft_model", options.draft_model) || is("draft_always", options.draft_always) ||
-        is("draft_end", options.draft_end))
+        is("draft_end", options.draft_end) || is("keep_states", options.keep_states))
       continue;
     if (field == "goal") {
       using Goal = llm::RequestOptions::Goal;

@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
+from anyaccel.inference.spec.decoder import (
+    Attention,
+    DecoderSpec,
+    Layer,
+    LinearAttention,
+    Mla,
+    Mlp,
+    Moe,
+    Norm,
+    QkNorm,
+    Recurrent,
+    Rope,
+    ShortConv,
+    weights,
+)
 from anyaccel.inference.spec.mapping import Part
 
 
@@ -178,13 +192,23 @@ def _chosen(moe: Moe, at: str, logits: Tensor, w: Mapping[str, Tensor]) -> tuple
     return chosen, factors * moe.scale
 
 
+def _convolve(name: str, kernel: int, x: Tensor, before: Tensor | None, w: Mapping[str, Tensor]) -> Tensor:
+    """A causal convolution of each channel alone; `before`: what came before x."""
+    earlier = [x.new_zeros(kernel - 1, x.shape[1]), *([] if before is None else [before])]
+    x = torch.cat([*earlier, x])[-(len(x) + kernel - 1) :]
+    taps = w[f"{name}.weight"].view(-1, 1, kernel)
+    return F.conv1d(x.T[None], taps, w.get(f"{name}.bias"), groups=len(taps))[0].T
+
+
 class Cached:
-    """A sequence's keys and values, a list of layers."""
+    """A sequence's keys and values, and its recurrent states: what the convolutions saw, and matrices of the heads."""
 
     def __init__(self, layers: int) -> None:
         self.length = 0
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
+        self.seen: list[Tensor | None] = [None] * layers
+        self.states: list[Tensor | None] = [None] * layers
 
 
 class Reference:
@@ -219,6 +243,7 @@ class Reference:
         if a.clip:
             qkv = qkv.clamp(-a.clip, a.clip)
         sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
+        qkv = qkv[:, : sum(sizes)]  # the gate's rows follow
         q, k, v = (
             part.unflatten(-1, (-1, dim))
             for part, dim in zip(qkv.split(sizes, -1), (a.head_dim, a.head_dim, a.value_dim), strict=True)
@@ -284,7 +309,68 @@ class Reference:
             factors = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         else:
             factors = scores.softmax(-1)
-        return _linear(f"{at}.o", torch.einsum("hqk,khd->qhd", factors, v).flatten(1), self.w)
+        out = torch.einsum("hqk,khd->qhd", factors, v).flatten(1)
+        if a.gated:
+            out = out * torch.sigmoid(_linear(f"{at}.qkv", x, self.w)[:, -out.shape[1] :])
+        return _linear(f"{at}.o", out, self.w)
+
+    def _remember(self, index: int, x: Tensor, sequence: Cached) -> Tensor | None:
+        """What convolutions saw before x, which they see now."""
+        before = sequence.seen[index]
+        sequence.seen[index] = x if before is None else torch.cat([before, x])
+        return before
+
+    def _short_conv(self, index: int, mixer: ShortConv, x: Tensor, sequence: Cached) -> Tensor:
+        at = f"layers.{index}.mixer"
+        b, c, x = _linear(f"{at}.in", x, self.w).chunk(3, -1)
+        y = _convolve(f"{at}.conv", mixer.kernel, b * x, self._remember(index, b * x, sequence), self.w)
+        return _linear(f"{at}.out", c * y, self.w)
+
+    def _linear_attention(self, index: int, m: LinearAttention, x: Tensor, sequence: Cached) -> Tensor:
+        at, w, count = f"layers.{index}.mixer", self.w, x.shape[0]
+        keys, values = m.key_heads * m.key_dim, m.heads * m.value_dim
+        mixed = _linear(f"{at}.in", x, w)
+        qkv, gate = mixed[:, : 2 * keys + values], mixed[:, 2 * keys + values :]
+        if m.kernel:
+            qkv = F.silu(_convolve(f"{at}.conv", m.kernel, qkv, self._remember(index, qkv, sequence), w))
+        q, k, v = qkv.split([keys, keys, values], -1)
+        q, k = (each.unflatten(-1, (m.key_heads, m.key_dim)) for each in (q, k))
+        v = v.unflatten(-1, (m.heads, m.value_dim))
+        if m.l2_norm:
+            q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = (each.repeat_interleave(m.heads // m.key_heads, 1) for each in (q * m.scale, k))
+        inputs = _linear(f"{at}.steps", x, w)
+        step = F.softplus(inputs[:, : m.heads] + w[f"{at}.step_bias"]).clamp(m.step_min, m.step_max or None)
+        decay = torch.exp(-w[f"{at}.rate"].exp() * step)
+        strength = step if m.strength == "step" else m.strength_scale * torch.sigmoid(inputs[:, m.heads :])
+        state = sequence.states[index]
+        if state is None:
+            state = x.new_zeros(m.heads, m.key_dim, m.value_dim)
+        rows = []
+        for t in range(count):
+            state = state * decay[t][:, None, None]
+            written = v[t] - torch.einsum("hk,hkv->hv", k[t], state) if m.delta else v[t]
+            state = state + torch.einsum("hk,hv->hkv", k[t], written * strength[t][:, None])
+            rows.append(torch.einsum("hk,hkv->hv", q[t], state))
+        sequence.states[index] = state
+        out = torch.stack(rows)
+        if m.skip:
+            out = out + w[f"{at}.skip"][:, None] * v
+        out = out.flatten(1)
+        if m.gate and not m.norm_first:
+            out = out * F.silu(gate)
+        if m.norm is not None:
+            groups = out.unflatten(-1, (-1, m.norm_width))
+            weight = w[f"{at}.norm.weight"].view(-1, m.norm_width)
+            out = _norm(m.norm, "norm", groups, {"norm.weight": weight}).flatten(1)
+        if m.gate and m.norm_first:
+            out = out * F.silu(gate)
+        return _linear(f"{at}.out", out, w)
+
+    def _recurrent(self, index: int, mixer: Recurrent, x: Tensor, sequence: Cached) -> Tensor:
+        if isinstance(mixer, ShortConv):
+            return self._short_conv(index, mixer, x, sequence)
+        return self._linear_attention(index, mixer, x, sequence)
 
     def _layer(self, index: int, layer: Layer, h: Tensor, sequence: Cached) -> Tensor:
         at, w, r = f"layers.{index}", self.w, layer.residual_scale
@@ -295,11 +381,18 @@ class Reference:
             return _norm(layer.mlp_post_norm, f"{at}.mlp_post_norm", y, w)
 
         x = _norm(layer.attn_norm, f"{at}.attn_norm", h, w)
-        y = self._attention(index, layer.attention, x, sequence)
-        y = _norm(layer.attn_post_norm, f"{at}.attn_post_norm", y, w)
+        y = torch.zeros_like(h)
+        if layer.attention is not None:
+            y = y + self._attention(index, layer.attention, x, sequence)
+        if layer.recurrent is not None:
+            y = y + self._recurrent(index, layer.recurrent, x, sequence)
+        if layer.attention is not None or layer.recurrent is not None:
+            y = _norm(layer.attn_post_norm, f"{at}.attn_post_norm", y, w)
         if layer.parallel:
             return h + r * (y + mlp(x if layer.mlp_norm is None else _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)))
         h = (x if layer.residual_from_norm else h) + r * y
+        if layer.mlp is None:
+            return h
         x = _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)
         return (x if layer.residual_from_norm else h) + r * mlp(x)
 

@@ -633,6 +633,114 @@ CASES |= {
     "nanochat-yarn": ("NanoChatConfig", common(final_logit_softcapping=None, attention_bias=True, **_YARN)),
 }
 
+_DELTA = {
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 3,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+}
+_MAMBA2 = {"vocab_size": 131, "num_hidden_layers": 2, "head_dim": 8, "state_size": 10, **_IDS}
+_HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 8}
+# Those whose sequences have a recurrent state.
+_RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2Config", common(layer_types=["conv", "full_attention"], block_multiple_of=8)),
+    "lfm2-biases": (
+        "Lfm2Config",
+        common(full_attn_idxs=[0], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False),
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        common(
+            layer_types=["conv", "full_attention"],
+            num_dense_layers=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        common(
+            layer_types=["linear_attention", "full_attention"],
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=32,
+            **_DELTA,
+        ),
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        common(layer_types=["linear_attention", "full_attention"], head_dim=16, attention_bias=True, **_DELTA),
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        common(
+            "intermediate_size",
+            layer_types=["linear_attention", "full_attention"],
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=32,
+            **_DELTA,
+        ),
+    ),
+    "mamba2": ("Mamba2Config", {**_MAMBA2, "hidden_size": 36, "num_heads": 9, "n_groups": 1}),
+    "mamba2-groups": (
+        "Mamba2Config",
+        {**_MAMBA2, "hidden_size": 48, "num_heads": 12, "n_groups": 4, "use_bias": True, "tie_word_embeddings": True},
+    ),
+    "bamba": ("BambaConfig", common(attn_layer_indices=[1], **_HYBRID, mamba_n_groups=1, mamba_d_head=16)),
+    "bamba-biases": (
+        "BambaConfig",
+        common(
+            attn_layer_indices=[0],
+            **(_HYBRID | {"mamba_n_heads": 12, "mamba_n_groups": 4, "mamba_proj_bias": True, "mlp_bias": True}),
+        ),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        common(
+            layer_types=["linear_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.3,
+            **_HYBRID,
+        ),
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybridConfig",
+        common(
+            layer_types=["full_attention", "linear_attention"],
+            num_local_experts=0,
+            position_embedding_type="rope",
+            **_HYBRID,
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        common(
+            "num_hidden_layers",
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            head_dim=8,
+            ssm_state_size=8,
+            mamba_num_heads=12,
+            mamba_head_dim=8,
+            n_groups=4,
+            n_routed_experts=4,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=32,
+        ),
+    ),
+}
+CASES |= _RECURRENT_CASES
+RECURRENT = frozenset(_RECURRENT_CASES)
 
 _LLAMA4 = {
     **_LAYERS4,
@@ -815,9 +923,9 @@ CASES |= {
 }
 
 
-# Architectures without a native decoder: CTRL and XGLM; Bamba mixes Mamba with attention; Mamba 2 has no attention at
-# all, RWKV neither; DiffLlama's norm goes across heads. MiniMax has buffers that must follow the dtype, XGLM embeddings
-# that multiply, and JetMoe changes weights in forward. The columns of XGLM and MiniMax are in groups, as above.
+# Architectures without a native decoder: CTRL and XGLM; RWKV has no attention at all; DiffLlama's norm goes across
+# heads. MiniMax has buffers that must follow the dtype, XGLM embeddings that multiply, and JetMoe changes weights in
+# forward. The columns of XGLM and MiniMax are in groups, as above.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ctrl": (
         "CTRLConfig",
@@ -834,10 +942,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
             **_IDS,
         },
-    ),
-    "bamba": (
-        "BambaConfig",
-        common(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8),
     ),
     "minimax": (
         "MiniMaxConfig",
@@ -857,19 +961,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": (
         "RwkvConfig",
         {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 2, "context_length": 64, **_IDS},
-    ),
-    "mamba2": (
-        "Mamba2Config",
-        {
-            "vocab_size": 131,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "head_dim": 8,
-            "num_heads": 8,
-            "state_size": 8,
-            "n_groups": 1,
-            **_IDS,
-        },
     ),
     "diffllama": ("DiffLlamaConfig", common(num_key_value_heads=6)),
 }

@@ -31,7 +31,8 @@ def native(case: str = "llama", **options: Any) -> NativeModel:
 
 def decoder_of(model: NativeModel, settings: EngineSettings) -> LocalDecoder:
     context = served_context(model.spec.max_tokens, settings)
-    return LocalDecoder(model, ModelFacts(context, model.spec.vocab, frozenset({2}), model.spec.hidden, "fp32"))
+    facts = ModelFacts(context, model.spec.vocab, frozenset({2}), model.spec.hidden, "fp32")
+    return LocalDecoder(model, facts, settings.max_batch)
 
 
 @asynccontextmanager

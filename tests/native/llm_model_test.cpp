@@ -58,11 +58,12 @@ DecoderSpec llama() {
   spec.ropes.push_back(rope);
   for (int i = 0; i < 2; ++i) {
     LayerSpec layer;
-    layer.attention.heads = 6;
-    layer.attention.kv_heads = 2;
-    layer.attention.head_dim = layer.attention.value_dim = 12;
-    layer.attention.scale = 0.3f;
-    layer.attention.rope = 0;
+    layer.attention.emplace();
+    layer.attention->heads = 6;
+    layer.attention->kv_heads = 2;
+    layer.attention->head_dim = layer.attention->value_dim = 12;
+    layer.attention->scale = 0.3f;
+    layer.attention->rope = 0;
     layer.mlp = MlpSpec{70, Activation::silu, true, false, false};
     layer.attn_norm = layer.mlp_norm = kRms;
     spec.layers.push_back(layer);
@@ -80,11 +81,11 @@ std::map<std::string, DecoderSpec> specs() {
     spec.logits_softcap = 2.0f;
     for (LayerSpec& layer : spec.layers) {
       layer.attn_post_norm = layer.mlp_post_norm = kRms;
-      layer.attention.softcap = 3.0f;
-      layer.attention.qk_norm = QkNormSpec{kRms, false, false, false};
+      layer.attention->softcap = 3.0f;
+      layer.attention->qk_norm = QkNormSpec{kRms, false, false, false};
       layer.mlp->activation = Activation::gelu_tanh;
     }
-    spec.layers[0].attention.window = 5;
+    spec.layers[0].attention->window = 5;
   }
   {
     DecoderSpec& spec = all["neox-like"] = llama();
@@ -93,7 +94,7 @@ std::map<std::string, DecoderSpec> specs() {
     for (LayerSpec& layer : spec.layers) {
       layer.parallel = true;
       layer.attn_norm = layer.mlp_norm = kLayer;
-      layer.attention.qkv_bias = layer.attention.out_bias = true;
+      layer.attention->qkv_bias = layer.attention->out_bias = true;
       layer.mlp = MlpSpec{66, Activation::gelu, false, true, true};
     }
     spec.layers[1].mlp_norm.reset();  // as GPT-J: both read one norm
@@ -105,9 +106,9 @@ std::map<std::string, DecoderSpec> specs() {
     spec.position_offset = 2;
     spec.embedding_norm = kLayer;
     for (LayerSpec& layer : spec.layers) {
-      layer.attention.rope = -1;
-      layer.attention.clip = 0.8f;
-      layer.attention.alibi = {0.5f, 0.25f, 0.125f, 0.06f, 0.03f, 0.01f};
+      layer.attention->rope = -1;
+      layer.attention->clip = 0.8f;
+      layer.attention->alibi = {0.5f, 0.25f, 0.125f, 0.06f, 0.03f, 0.01f};
       layer.residual_from_norm = true;
       layer.residual_scale = 0.7f;
       layer.mlp->activation = Activation::relu;
@@ -120,10 +121,10 @@ std::map<std::string, DecoderSpec> specs() {
       layer.attn_norm.reset();
       layer.mlp_norm.reset();
       layer.attn_post_norm = layer.mlp_post_norm = kRms;
-      layer.attention.qk_norm = QkNormSpec{kRms, true, false, false};
+      layer.attention->qk_norm = QkNormSpec{kRms, true, false, false};
     }
-    spec.layers[1].attention.qk_norm = QkNormSpec{kLayer, false, true, true};
-    spec.layers[1].attention.sinks = true;
+    spec.layers[1].attention->qk_norm = QkNormSpec{kLayer, false, true, true};
+    spec.layers[1].attention->sinks = true;
   }
   {
     DecoderSpec& spec = all["experts"] = llama();
@@ -154,11 +155,11 @@ std::map<std::string, DecoderSpec> specs() {
     spec.ropes[0].interleaved = true;
     spec.ropes[0].first = 8;
     for (LayerSpec& layer : spec.layers) {
-      layer.attention.kv_heads = 6;
-      layer.attention.value_dim = 10;
-      layer.attention.mla = MlaSpec{18, 20, 8, 4, kRms, kRms};
+      layer.attention->kv_heads = 6;
+      layer.attention->value_dim = 10;
+      layer.attention->mla = MlaSpec{18, 20, 8, 4, kRms, kRms};
     }
-    spec.layers[1].attention.mla->q_rank = 0;
+    spec.layers[1].attention->mla->q_rank = 0;
   }
   return all;
 }

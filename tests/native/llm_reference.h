@@ -306,13 +306,13 @@ class Reference {
     if (spec.parallel) {
       y = x;
       if (spec.mlp_norm) norm_all(at + "mlp_norm", spec.mlp_norm, h, y);
-      const Rows first = attention(at, spec.attention, x), second = feed(y);
+      const Rows first = attention(at, *spec.attention, x), second = feed(y);
       add(first);
       add(second);
       return;
     }
     if (spec.residual_from_norm) h = x;
-    x = attention(at, spec.attention, x);
+    x = attention(at, *spec.attention, x);
     norm_all(at + "attn_post_norm", spec.attn_post_norm, x, x);
     add(x);
     norm_all(at + "mlp_norm", spec.mlp_norm, h, x);

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.inference.families.registry import ARCHITECTURES, FAMILIES
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Recurrent, ShortConv
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "models.md"
 CENSUS = ROOT / "tests" / "data" / "census.json"
-COLUMNS = ("norms", "positions", "attention", "MLP", "else")
+COLUMNS = ("norms", "positions", "mixers", "MLP", "else")
 
 
 def _norms(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
@@ -34,7 +34,9 @@ def _norms(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         yield "residual after the norm"
 
 
-def _positions(spec: DecoderSpec, a: Attention) -> Iterator[str]:
+def _positions(spec: DecoderSpec, a: Attention | None) -> Iterator[str]:
+    if a is None:
+        return
     if spec.positions:
         yield "learned"
     elif a.alibi:
@@ -47,7 +49,20 @@ def _positions(spec: DecoderSpec, a: Attention) -> Iterator[str]:
         yield " ".join([*(["partial"] if partial else []), *(["interleaved"] if rope.interleaved else []), "rotary"])
 
 
-def _attention(spec: DecoderSpec, a: Attention) -> Iterator[str]:
+def _mixer(mixer: Recurrent) -> str:
+    if isinstance(mixer, ShortConv):
+        return "short convolution"
+    if mixer.delta:
+        return "gated delta rule"
+    return "state space (Mamba-2)"
+
+
+def _attention(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
+    if layer.recurrent is not None:
+        yield _mixer(layer.recurrent)
+    a = layer.attention
+    if a is None:
+        return
     if a.mla is not None:
         yield "latent"
         if a.mla.q_rank:
@@ -60,6 +75,7 @@ def _attention(spec: DecoderSpec, a: Attention) -> Iterator[str]:
         "soft cap": a.softcap,
         "sinks": a.sinks,
         "clipped": a.clip,
+        "gated": a.gated,
         "Q/K norm": a.qk_norm is not None and not a.qk_norm.across,
         "Q/K norm over all heads": a.qk_norm is not None and a.qk_norm.across,
         "value norm": a.value_norm is not None,
@@ -72,6 +88,8 @@ def _attention(spec: DecoderSpec, a: Attention) -> Iterator[str]:
 
 def _mlp(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
     mlp = layer.mlp
+    if mlp is None:
+        return
     part = mlp if isinstance(mlp, Mlp) else mlp.expert
     yield f"gated {part.activation}" if part.gated else part.activation
     if part.bias:
@@ -106,7 +124,7 @@ def features(spec: DecoderSpec) -> dict[str, list[str]]:
             (
                 _norms(spec, layer),
                 _positions(spec, layer.attention),
-                _attention(spec, layer.attention),
+                _attention(spec, layer),
                 _mlp(spec, layer),
                 _else(spec, layer),
             ),

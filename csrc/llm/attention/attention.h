@@ -48,11 +48,14 @@ struct OutOfCache : std::runtime_error {
   size_t needed, free, limit;  // bytes: wanted now; left below the limit; the limit
 };
 
-// Pages of one model's cache. Calls for one cache may not run at the same time, and none while a step runs.
+// Pages of one model's cache, and recurrent states. A state counts as so many pages that they have room for it; states
+// that sequences share are copied when one of them goes on. Calls for one cache may not run at the same time, and none
+// while a step runs.
 class KvCache final : public Sequences {
  public:
-  // One shape a layer. `limit_bytes`: extend() fails rather than use more. Throws std::invalid_argument.
-  KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes);
+  // One shape a layer with attention. `limit_bytes`: extend() fails rather than use more; `state_floats`: of a
+  // sequence's recurrent state. Throws std::invalid_argument.
+  KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes, int64_t state_floats = 0);
   ~KvCache() override;
 
   int create() override;
@@ -62,12 +65,20 @@ class KvCache final : public Sequences {
   bool exists(int sequence) const override;
   int64_t length(int sequence) const override;
   void extend(int sequence, int64_t tokens) override;
-  // Bytes that extend() would take: pages, and the copy of one that is shared.
+  int64_t reachable(int sequence, int64_t tokens) const override;
+  void keep(int sequence, bool more) override;
+  // The recurrent state, which a step changes: of a sequence that has been extended.
+  float* state(int sequence) const;
+  // Bytes that extend() would take: pages, and the copies of a page and a state that are shared.
   size_t extend_bytes(int sequence, int64_t tokens) const;
   size_t sequences() const;
 
   size_t token_bytes() const override { return page_bytes() / kPageTokens; }
   size_t page_bytes() const;
+  size_t state_bytes() const override { return state_pages() * page_bytes(); }
+  // As how many pages a state counts: on ranks, which have unequal parts of it, the same number.
+  size_t state_pages() const;
+  void set_state_pages(size_t pages);
   size_t used_bytes() const override;
   size_t reserved_bytes() const override;
   size_t limit_bytes() const override;

@@ -2,7 +2,9 @@
 #include "llm/attention/cache.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "common/huge_pages.h"
@@ -11,6 +13,7 @@ namespace anyaccel::llm {
 namespace {
 
 constexpr size_t kLeastChunk = size_t{8} << 20, kMostChunk = size_t{256} << 20;
+constexpr size_t kLeastPage = 1024;               // of a model without attention, whose tokens take nothing
 constexpr size_t kMostUnused = size_t{64} << 20;  // kept for the next sequence
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -61,7 +64,26 @@ HeadLayout head_layout(const AttentionShape& shape, CacheFormat format) {
   return layout;
 }
 
+CacheState::CacheState(size_t count, size_t& all) : used(&all), bytes(std::max<size_t>(count, 64)) {
+  // Small ones are no whole huge page.
+  if (bytes >= kHugePage)
+    data = reinterpret_cast<float*>(map_huge_pages(round_up(bytes, kHugePage), MAP_NORESERVE));
+  else if ((data = static_cast<float*>(std::aligned_alloc(64, round_up(bytes, 64)))) != nullptr)
+    std::memset(data, 0, bytes);
+  if (data == nullptr) throw std::bad_alloc();
+  ++*used;
+}
+
+CacheState::~CacheState() {
+  if (bytes >= kHugePage)
+    munmap(data, round_up(bytes, kHugePage));
+  else
+    std::free(data);
+  --*used;
+}
+
 KvCache::Impl::~Impl() {
+  sequences.clear();
   for (const auto& chunk : chunks) munmap(chunk->memory, chunk->bytes);
 }
 
@@ -70,10 +92,27 @@ size_t KvCache::Impl::wanted_pages(const CacheSequence& sequence, int64_t tokens
   return static_cast<size_t>(pages_of(sequence.length + tokens)) - sequence.pages.size() + (copy ? 1 : 0);
 }
 
+void KvCache::Impl::own_state(CacheSequence& sequence) {
+  const size_t wanted = state_pages * page_bytes;
+  if (left() < state_pages) {  // rather one that goes on than one that is kept
+    std::erase_if(sequence.kept, [&](const KeptState& kept) { return kept.state == sequence.state; });
+    if (sequence.state.use_count() == 1) return;
+  }
+  if (left() < state_pages) throw OutOfCache(wanted, left() * page_bytes, limit_bytes);
+  try {
+    auto own = std::make_shared<CacheState>(state_bytes, used_states);
+    if (sequence.state != nullptr && state_bytes > 0) std::memcpy(own->data, sequence.state->data, state_bytes);
+    sequence.state = std::move(own);
+  } catch (const std::bad_alloc&) {
+    throw OutOfCache(wanted, left() * page_bytes, limit_bytes);
+  }
+}
+
 void KvCache::Impl::add_chunk(size_t least_pages) {
   // Chunks grow with the cache: a large one has few of them, a small one little memory that it does not use.
   const size_t target = std::clamp(reserved_bytes / 4, kLeastChunk, kMostChunk);
-  const size_t most = limit_pages() - reserved_pages;
+  const size_t taken = reserved_pages + used_states * state_pages;
+  const size_t most = std::max(least_pages, limit_pages() - std::min(limit_pages(), taken));
   const size_t count = std::min(most, std::max({least_pages, target / page_bytes, size_t{1}}));
   auto chunk = std::make_unique<CacheChunk>();
   chunk->pages.resize(count);
@@ -93,8 +132,7 @@ void KvCache::Impl::add_chunk(size_t least_pages) {
 }
 
 void KvCache::Impl::allocate(size_t count, std::vector<CachePage*>& pages) {
-  const size_t left = limit_pages() - used_pages;
-  if (count > left) throw OutOfCache(count * page_bytes, left * page_bytes, limit_bytes);
+  if (count > left()) throw OutOfCache(count * page_bytes, left() * page_bytes, limit_bytes);
   pages.reserve(count);
   if (reserved_pages - used_pages < count) add_chunk(count - (reserved_pages - used_pages));
   // The oldest chunks first, so that the others may become empty.
@@ -128,9 +166,20 @@ void KvCache::Impl::shrink() {
   }
 }
 
-KvCache::KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes)
+namespace {
+
+// The state of a sequence of `length` tokens becomes that of its first ones, of which there is one.
+void go_back(CacheSequence& sequence, int64_t length, int64_t tokens) {
+  if (tokens == length) return;
+  while (!sequence.kept.empty() && sequence.kept.back().tokens > tokens) sequence.kept.pop_back();
+  const bool kept = !sequence.kept.empty() && sequence.kept.back().tokens == tokens;
+  sequence.state = kept ? sequence.kept.back().state : nullptr;
+}
+
+}  // namespace
+
+KvCache::KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes, int64_t state_floats)
     : impl_(std::make_unique<Impl>()) {
-  if (layers.empty()) throw std::invalid_argument("a key/value cache without layers");
   size_t bytes = 0;
   for (const AttentionShape& shape : layers) {
     if (shape.kv_heads < 1 || shape.heads < shape.kv_heads || shape.heads % shape.kv_heads != 0 || shape.head_dim < 1 ||
@@ -152,15 +201,21 @@ KvCache::KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t 
   }
   impl_->shapes = std::move(layers);
   impl_->format = format;
-  impl_->page_bytes = round_up(bytes, 64);
+  impl_->page_bytes = round_up(bytes > 0 ? bytes : kLeastPage, 64);
+  impl_->state_bytes = static_cast<size_t>(state_floats) * sizeof(float);
+  impl_->state_pages = (impl_->state_bytes + impl_->page_bytes - 1) / impl_->page_bytes;
   impl_->limit_bytes = limit_bytes;
 }
 
 KvCache::~KvCache() = default;
 
 size_t KvCache::page_bytes() const { return impl_->page_bytes; }
-size_t KvCache::used_bytes() const { return impl_->used_pages * impl_->page_bytes; }
-size_t KvCache::reserved_bytes() const { return impl_->reserved_bytes; }
+size_t KvCache::state_pages() const { return impl_->state_pages; }
+void KvCache::set_state_pages(size_t pages) { impl_->state_pages = std::max(impl_->state_pages, pages); }
+size_t KvCache::used_bytes() const { return impl_->used() * impl_->page_bytes; }
+size_t KvCache::reserved_bytes() const {
+  return impl_->reserved_bytes + impl_->used_states * impl_->state_pages * impl_->page_bytes;
+}
 size_t KvCache::limit_bytes() const { return impl_->limit_bytes; }
 void KvCache::set_limit_pages(size_t pages) {
   if (pages < impl_->limit_pages()) impl_->limit_bytes = pages * impl_->page_bytes;
@@ -184,12 +239,16 @@ void KvCache::destroy(int sequence) {
 
 int KvCache::fork(int sequence, int64_t tokens) {
   if (tokens < 0 || tokens > length(sequence)) throw std::invalid_argument("fork beyond the sequence's end");
+  if (reachable(sequence, tokens) != tokens) throw std::invalid_argument("fork where no state was kept");
   const int copy = create();
   const CacheSequence& from = impl_->sequences.at(sequence);
   CacheSequence& to = impl_->sequences.at(copy);
   try {
     to.pages.assign(from.pages.begin(), from.pages.begin() + pages_of(tokens));
     to.data.assign(from.data.begin(), from.data.begin() + pages_of(tokens));
+    to.kept = from.kept;
+    to.state = from.state;
+    go_back(to, from.length, tokens);
   } catch (...) {
     impl_->sequences.erase(copy);
     throw;
@@ -202,6 +261,8 @@ int KvCache::fork(int sequence, int64_t tokens) {
 void KvCache::truncate(int sequence, int64_t tokens) {
   CacheSequence& state = impl_->sequences.at(sequence);
   if (tokens < 0 || tokens > state.length) throw std::invalid_argument("truncate beyond the sequence's end");
+  if (reachable(sequence, tokens) != tokens) throw std::invalid_argument("truncate where no state was kept");
+  go_back(state, state.length, tokens);
   const size_t kept = static_cast<size_t>(pages_of(tokens));
   const bool fewer = kept < state.pages.size();
   while (state.pages.size() > kept) {
@@ -213,14 +274,37 @@ void KvCache::truncate(int sequence, int64_t tokens) {
   if (fewer) impl_->shrink();
 }
 
+int64_t KvCache::reachable(int sequence, int64_t tokens) const {
+  const CacheSequence& state = impl_->at(sequence);
+  if (impl_->state_pages == 0 || tokens == state.length) return tokens;
+  int64_t last = 0;
+  for (const KeptState& kept : state.kept)
+    if (kept.tokens <= tokens) last = kept.tokens;
+  return last;
+}
+
+void KvCache::keep(int sequence, bool more) {
+  CacheSequence& state = impl_->sequences.at(sequence);
+  // Such states are worth something only while there is memory to spare.
+  if (state.state == nullptr || (!state.kept.empty() && state.kept.back().tokens == state.length)) return;
+  if (!more && !state.kept.empty()) state.kept.pop_back();
+  if (impl_->left() > 2 * impl_->state_pages + impl_->limit_pages() / 8)
+    state.kept.push_back({state.length, state.state});
+}
+
+float* KvCache::state(int sequence) const { return impl_->at(sequence).state->data; }
+
 size_t KvCache::extend_bytes(int sequence, int64_t tokens) const {
   bool copy;
-  return impl_->wanted_pages(impl_->at(sequence), tokens, copy) * impl_->page_bytes;
+  const CacheSequence& state = impl_->at(sequence);
+  const size_t states = impl_->wants_state(state, tokens) ? impl_->state_pages : 0;
+  return (impl_->wanted_pages(state, tokens, copy) + states) * impl_->page_bytes;
 }
 
 void KvCache::extend(int sequence, int64_t tokens) {
   CacheSequence& state = impl_->sequences.at(sequence);
   if (tokens < 0) throw std::invalid_argument("a negative number of tokens");
+  if (impl_->state_pages > 0 && tokens > 0 && state.state.use_count() != 1) impl_->own_state(state);
   bool copy;
   const size_t wanted = impl_->wanted_pages(state, tokens, copy);
   if (wanted > 0) {

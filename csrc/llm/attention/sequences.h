@@ -14,6 +14,13 @@ class Sequences {
   // A sequence without tokens.
   virtual int create() = 0;
   virtual void destroy(int sequence) = 0;
+  // A sequence that has a recurrent state has one for its end, and where it was kept: fork() and truncate() go to these
+  // places and to the beginning only. The last one of them up to `tokens`; without such states, `tokens`.
+  virtual int64_t reachable(int /*sequence*/, int64_t tokens) const { return tokens; }
+  // Keeps the state as it is now, behind the sequence's last token, as long as there is memory for one that changes.
+  // The one that was kept last is given up for it, unless `more`.
+  virtual void keep(int /*sequence*/, bool /*more*/) {}
+
   // A new sequence with the first `tokens` tokens of another, whose memory is shared as far as that goes.
   virtual int fork(int sequence, int64_t tokens) = 0;
   // Forgets all tokens from `tokens` on.
@@ -24,9 +31,10 @@ class Sequences {
   // Throws OutOfCache, also when the system has no memory, and changes nothing.
   virtual void extend(int sequence, int64_t tokens) = 0;
 
-  virtual size_t token_bytes() const = 0;     // that a token takes
-  virtual size_t used_bytes() const = 0;      // that sequences have
-  virtual size_t reserved_bytes() const = 0;  // taken from the system
+  virtual size_t token_bytes() const = 0;           // that a token takes
+  virtual size_t state_bytes() const { return 0; }  // and a sequence's recurrent state
+  virtual size_t used_bytes() const = 0;            // that sequences have
+  virtual size_t reserved_bytes() const = 0;        // taken from the system
   virtual size_t limit_bytes() const = 0;
 };
 

@@ -17,6 +17,8 @@ enum class Work : uint8_t {
   append,
   attend,
   out,
+  mix_in,
+  mix,
   gate_up,
   activate,
   down,
@@ -28,8 +30,9 @@ enum class Work : uint8_t {
   count
 };
 
-constexpr const char* kWorkNames[] = {"prepare", "embed",    "norm", "qkv",   "heads", "append", "attend", "out",
-                                      "gate_up", "activate", "down", "route", "head",  "sample", "wait",   "ranks"};
+constexpr const char* kWorkNames[] = {"prepare", "embed", "norm",   "qkv",    "heads",   "append",
+                                      "attend",  "out",   "mix_in", "mix",    "gate_up", "activate",
+                                      "down",    "route", "head",   "sample", "wait",    "ranks"};
 static_assert(std::size(kWorkNames) == static_cast<size_t>(Work::count));
 
 class Profile {

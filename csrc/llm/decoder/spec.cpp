@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "llm/errors.h"
+#include "llm/kernels/mixers.h"
 
 namespace anyaccel::llm {
 namespace {
@@ -46,9 +47,9 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
     // The cache's places are this stage's, and other ranks' keys are not summed up here.
     in_range(where, "kv_layer", a.kv_layer, spec.first_layer,
              spec.first_layer + static_cast<int64_t>(spec.layers.size()) - 1);
-    const AttentionSpec& of = spec.layers[static_cast<size_t>(a.kv_layer - spec.first_layer)].attention;
-    if (!of.own_keys() || &of >= &a || of.kv_heads != a.kv_heads || of.head_dim != a.head_dim ||
-        of.value_dim != a.value_dim)
+    const std::optional<AttentionSpec>& of = spec.layers[static_cast<size_t>(a.kv_layer - spec.first_layer)].attention;
+    if (!of || !of->own_keys() || &*of >= &a || of->kv_heads != a.kv_heads || of->head_dim != a.head_dim ||
+        of->value_dim != a.value_dim)
       fail(where, "kv_layer " + std::to_string(a.kv_layer) + " is not an earlier layer with such keys and values");
     if (a.mla || a.clip > 0 || a.value_norm || (a.qk_norm && (a.qk_norm->across || a.qk_norm->after_rope)))
       fail(where, "kv_layer does not go with mla, clip, value_norm and such a qk_norm");
@@ -61,15 +62,44 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
     in_range(where, "mla.rope_dim", a.mla->rope_dim, 0, a.head_dim);
     if (a.mla->nope_dim + a.mla->rope_dim != a.head_dim || a.kv_heads != a.heads)
       fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
-    if (a.qk_norm) fail(where, "mla has no qk_norm");
+    if (a.qk_norm || a.gated) fail(where, "mla has no qk_norm and no gate");
   }
+}
+
+void check_short_conv(const std::string& where, const ShortConvSpec& conv) {
+  in_range(where, "channels", conv.channels, 1);
+  in_range(where, "kernel", conv.kernel, 1, kMostTaps);
+}
+
+void check_linear_attention(const std::string& where, const LinearAttentionSpec& a, const DecoderSpec& spec) {
+  in_range(where, "heads", a.heads, 1, 1 << 16);
+  in_range(where, "key_heads", a.key_heads, 1, a.heads);
+  in_range(where, "key_copies", a.key_copies, 1, spec.size);
+  in_range(where, "key_dim", a.key_dim, 1, 1 << 14);
+  in_range(where, "value_dim", a.value_dim, 1, 1 << 14);
+  in_range(where, "kernel", a.kernel, 0, kMostTaps);
+  if (a.heads % a.key_heads != 0)
+    fail(where, std::to_string(a.heads) + " heads are not a multiple of " + std::to_string(a.key_heads) + " key_heads");
+  if (!a.norm) return;
+  in_range(where, "norm_width", a.norm_width, 1);
+  const int64_t own = result_width(a);
+  if (own % a.norm_width != 0 && (spec.size == 1 || own > a.norm_width))
+    fail(where, "norm_width " + std::to_string(a.norm_width) + " does not divide " + std::to_string(own) + " values");
+  if (a.norm_first && a.norm_width != a.value_dim) fail(where, "a norm before the gate is of one head");
+  if (a.norm->kind != NormKind::rms || a.norm->bias) fail(where, "the norm is an RMS norm without bias");
 }
 
 void check_mlp(const std::string& where, const MlpSpec& mlp) { in_range(where, "features", mlp.features, 1); }
 
 void check_layer(const std::string& where, const LayerSpec& layer, const DecoderSpec& spec) {
-  check_attention(where, layer.attention, spec);
-  if (layer.mlp.has_value() == layer.moe.has_value()) fail(where, "needs an mlp or a moe");
+  if (layer.attention) check_attention(where, *layer.attention, spec);
+  if (layer.short_conv) check_short_conv(where, *layer.short_conv);
+  if (layer.linear_attention) check_linear_attention(where, *layer.linear_attention, spec);
+  if (spec.size > 1 && layer.is_recurrent() && layer.attention && layer.attention->qk_norm &&
+      layer.attention->qk_norm->across)
+    fail(where, "beside a recurrent mixer, ranks have no norm over all heads");
+  if (layer.mlp && layer.moe) fail(where, "has an mlp and a moe");
+  if (!layer.attention && !layer.is_recurrent() && !layer.has_mlp()) fail(where, "has neither a mixer nor an mlp");
   if (layer.mlp) check_mlp(where, *layer.mlp);
   if (layer.moe) {
     const MoeSpec& moe = *layer.moe;
@@ -94,6 +124,10 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
   if (layer.input_gate && (!spec.layer_inputs || spec.layer_inputs->features != layer.input_gate->mlp.features))
     fail(where, "input_gate without layer_inputs of as many features");
   if (layer.parallel && layer.moe && layer.mlp_norm) fail(where, "parallel layers with experts have one norm");
+  if (layer.parallel && (!layer.attention || layer.is_recurrent() || !layer.has_mlp()))
+    fail(where, "parallel layers have attention and an mlp");
+  if (layer.residual_from_norm && (!layer.attention || layer.is_recurrent() || !layer.has_mlp()))
+    fail(where, "residual_from_norm needs attention and an mlp");
 }
 
 }  // namespace

@@ -71,8 +71,42 @@ struct AttentionSpec {
   int64_t growth_first = 0;
   std::optional<NormSpec> value_norm;
   int kv_layer = -1;
+  bool gated = false;
 
   bool own_keys() const { return kv_layer < 0; }
+};
+
+struct ShortConvSpec {
+  int64_t channels = 0;
+  int kernel = 0;
+  bool bias = false;
+};
+
+struct LinearAttentionSpec {
+  enum class Strength : uint8_t { step, sigmoid };
+
+  int heads = 0;
+  int key_heads = 0;
+  int key_dim = 0;
+  int value_dim = 0;
+  float scale = 1;
+  int kernel = 0;
+  bool conv_bias = false;
+  bool delta = false;
+  Strength strength = Strength::step;
+  float strength_scale = 1;
+  float step_min = 0;
+  float step_max = 0;
+  bool l2_norm = false;
+  bool skip = false;
+  bool gate = true;
+  std::optional<NormSpec> norm;
+  int64_t norm_width = 0;
+  bool norm_shared = false;
+  bool norm_first = false;
+  bool in_bias = false;
+  bool out_bias = false;
+  int key_copies = 1;
 };
 
 struct MlpSpec {
@@ -128,8 +162,8 @@ struct InputGateSpec {
 };
 
 struct LayerSpec {
-  AttentionSpec attention;
-  std::optional<MlpSpec> mlp;  // one of the two
+  std::optional<AttentionSpec> attention;
+  std::optional<MlpSpec> mlp;  // at most one of the two
   std::optional<MoeSpec> moe;
   std::optional<NormSpec> attn_norm;
   std::optional<NormSpec> attn_post_norm;
@@ -140,6 +174,11 @@ struct LayerSpec {
   bool residual_from_norm = false;
   std::optional<InputGateSpec> input_gate;
   bool scaled = false;
+  std::optional<ShortConvSpec> short_conv;  // at most one of the two: Python's `recurrent`
+  std::optional<LinearAttentionSpec> linear_attention;
+
+  bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
+  bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value(); }
 };
 
 struct DecoderSpec {
@@ -169,6 +208,12 @@ struct DecoderSpec {
   bool is_first_stage() const { return stage == 0; }
   bool is_last_stage() const { return stage == stages - 1; }
   int64_t own_vocab() const { return vocab_count > 0 ? vocab_count : vocab; }
+  // Whether sequences have a state beside their keys and values.
+  bool is_recurrent() const {
+    for (const LayerSpec& layer : layers)
+      if (layer.is_recurrent()) return true;
+    return false;
+  }
 };
 
 // Throws UsageError for sizes that do not fit together; what passes is safe to compute with.
@@ -182,9 +227,10 @@ inline int64_t product(int64_t a, int64_t b) {
   return __builtin_mul_overflow(a, b, &result) || result > kMostSize ? kMostSize : result;
 }
 
-// Width of a token's raw queries, keys and values (MLA: of the queries only).
+// Width of a token's raw queries, keys, values and gates (MLA: of the queries only).
 inline int64_t qkv_rows(const AttentionSpec& a) {
-  return product(a.heads, a.head_dim) + (a.own_keys() ? product(a.kv_heads, int64_t{a.head_dim} + a.value_dim) : 0);
+  return product(a.heads, a.head_dim) + (a.own_keys() ? product(a.kv_heads, int64_t{a.head_dim} + a.value_dim) : 0) +
+         (a.gated ? product(a.heads, a.value_dim) : 0);
 }
 
 }  // namespace anyaccel::llm

@@ -71,7 +71,9 @@ class WeightWalk {
 
   void layer(const std::string& at, const LayerSpec& spec, int experts, LayerWeights& out) {
     norm(at + "attn_norm", spec.attn_norm, hidden_, out.attn_norm);
-    attention(at, spec.attention, out);
+    if (spec.attention) attention(at, *spec.attention, out);
+    if (spec.short_conv) short_conv(at + "mixer.", *spec.short_conv, out);
+    if (spec.linear_attention) linear_attention(at + "mixer.", *spec.linear_attention, out);
     norm(at + "attn_post_norm", spec.attn_post_norm, hidden_, out.attn_post_norm);
     norm(at + "mlp_norm", spec.mlp_norm, hidden_, out.mlp_norm);
     if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
@@ -137,8 +139,35 @@ class WeightWalk {
     matrix(name + ".down", hidden_, spec.features, out.down, spec.out_bias);
   }
 
-  // Rows of `qkv` are queries, keys, values; of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and kv_b_proj, `kv_a` as
-  // in kv_a_proj_with_mqa (latent, then rotated part).
+  void convolution(const std::string& at, int64_t channels, int kernel, bool bias, LayerWeights& out) {
+    out.conv_channels = channels;
+    out.kernel = kernel;
+    out.conv = vector(at + "conv.weight", product(channels, kernel));
+    if (bias) out.conv_bias = vector(at + "conv.bias", channels);
+  }
+
+  // Rows of `in` are b, c and x.
+  void short_conv(const std::string& at, const ShortConvSpec& conv, LayerWeights& out) {
+    linear(at + "in", product(3, conv.channels), hidden_, conv.bias,
+           {&out.mix_gates[0], &out.mix_gates[1], &out.mix_in});
+    convolution(at, conv.channels, conv.kernel, conv.bias, out);
+    matrix(at + "out", hidden_, conv.channels, out.mix_out, conv.bias);
+  }
+
+  // Rows of `in` are queries, keys, values and the gate; of `steps` the inputs of steps, then those of strengths.
+  void linear_attention(const std::string& at, const LinearAttentionSpec& a, LayerWeights& out) {
+    matrix(at + "in", in_rows(a), hidden_, out.mix_in, a.in_bias);
+    matrix(at + "steps", step_rows(a), hidden_, out.mix_steps, a.in_bias);
+    if (a.kernel > 0) convolution(at, conv_channels(a), a.kernel, a.conv_bias, out);
+    out.rate = vector(at + "rate", a.heads);
+    out.step_bias = vector(at + "step_bias", a.heads);
+    if (a.skip) out.skip = vector(at + "skip", a.heads);
+    norm(at + "norm", a.norm, a.norm_shared ? a.norm_width : result_width(a), out.mix_norm);
+    matrix(at + "out", hidden_, result_width(a), out.mix_out, a.out_bias);
+  }
+
+  // Rows of `qkv` are queries, keys, values (and gates); of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and
+  // kv_b_proj, `kv_a` as in kv_a_proj_with_mqa (latent, then rotated part).
   void attention(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
     if (a.mla) {
       const MlaSpec& m = *a.mla;
@@ -420,8 +449,18 @@ void Weights::finish() {
     throw ModelError(std::to_string(missing) + " weights were not set or not in full, '" + first + "' among them (" +
                      std::to_string(slots_[first].missing) + " of " + std::to_string(slots_[first].rows) +
                      " rows missing)");
+  for (LayerWeights& layer : layers) order_taps(layer);
   finished_ = true;
   slots_.clear();
+}
+
+// Checkpoints have a channel's taps one after another; a step reads all channels' of one tap.
+void Weights::order_taps(LayerWeights& layer) {
+  if (layer.conv == nullptr) return;
+  const auto channels = static_cast<size_t>(layer.conv_channels), kernel = static_cast<size_t>(layer.kernel);
+  layer.taps.resize(kernel * channels);
+  for (size_t channel = 0; channel < channels; ++channel)
+    for (size_t tap = 0; tap < kernel; ++tap) layer.taps[tap * channels + channel] = layer.conv[channel * kernel + tap];
 }
 
 Weights::Load Weights::load(const DecoderSpec& spec) const {
@@ -437,8 +476,10 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& layer = layers[i];
-    for (const LinearWeights* one : {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
-                                     &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down})
+    for (const LinearWeights* one :
+         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
+          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_gates[0], &layer.mix_gates[1],
+          &layer.mix_steps, &layer.mix_out})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);

@@ -57,6 +57,18 @@ struct LayerWeights {
   LinearWeights q_a, q_b, kv_a, kv_b;  // MLA; queries without a latent have no q_a
   Norm q_norm, k_norm, q_a_norm, kv_a_norm;
   const float* sinks = nullptr;
+  // Recurrent mixers. `mix_in` of a short convolution is x, `mix_gates` b and c; of linear attention it is queries,
+  // keys, values and the gate. `taps`: the convolution's weights [kernel, channels], from those that are listed.
+  LinearWeights mix_in, mix_gates[2], mix_steps, mix_out;
+  const float* conv = nullptr;  // [channels, kernel]
+  const float* conv_bias = nullptr;
+  std::vector<float> taps;
+  int64_t conv_channels = 0;
+  int kernel = 0;
+  const float* rate = nullptr;       // [heads]: log of the decay's rate
+  const float* step_bias = nullptr;  // [heads]
+  const float* skip = nullptr;       // [heads]
+  Norm mix_norm;
   MlpWeights mlp;
   LinearWeights router;
   const float* choice_bias = nullptr;
@@ -115,6 +127,7 @@ class Weights {
   };
   class Builder;
 
+  static void order_taps(LayerWeights& layer);
   Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
   static void mark(Slot& slot, int64_t first, int64_t count);
   template <class Fn>

@@ -42,13 +42,27 @@ void Routing::reserve(int64_t tokens, const MoeSpec& moe) {
 Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
   const auto most = [](int64_t& width, int64_t value) { width = std::max(width, value); };
   for (const LayerSpec& layer : spec.layers) {
-    const AttentionSpec& a = layer.attention;
-    most(qkv, qkv_rows(a));
-    most(out, static_cast<int64_t>(a.heads) * a.value_dim);
-    if (a.mla) {
-      most(latent, std::max<int64_t>(a.mla->q_rank, a.mla->kv_rank + a.mla->rope_dim));
-      most(kv_b, static_cast<int64_t>(a.heads) * (a.mla->nope_dim + a.value_dim));
-      most(keys, static_cast<int64_t>(a.heads) * (a.head_dim + a.value_dim));
+    if (layer.attention) {
+      const AttentionSpec& a = *layer.attention;
+      most(qkv, qkv_rows(a));
+      most(out, static_cast<int64_t>(a.heads) * a.value_dim);
+      if (a.mla) {
+        most(latent, std::max<int64_t>(a.mla->q_rank, a.mla->kv_rank + a.mla->rope_dim));
+        most(kv_b, static_cast<int64_t>(a.heads) * (a.mla->nope_dim + a.value_dim));
+        most(keys, static_cast<int64_t>(a.heads) * (a.head_dim + a.value_dim));
+      }
+    }
+    if (layer.short_conv) {
+      most(mixed, layer.short_conv->channels);
+      two_gates = true;
+    }
+    if (layer.linear_attention) {
+      const LinearAttentionSpec& a = *layer.linear_attention;
+      most(mixed, in_rows(a));
+      most(steps, step_rows(a));
+      most(mixer_out, result_width(a));
+      most(key_dim, a.key_dim);
+      own_norm = own_norm || (a.norm && !a.norm_first);
     }
     const auto mlp = [&](const MlpSpec& m) {
       most(features, m.features);
@@ -70,7 +84,7 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
 
 int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
-         router + (top_k > 0 ? hidden : 0) + layer_inputs;
+         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out;
 }
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
@@ -92,6 +106,11 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.kv_b = rows(wanted, widths.kv_b);
   next.keys = rows(wanted, widths.keys);
   next.out = rows(wanted, widths.out);
+  next.mixed = rows(wanted, widths.mixed);
+  if (widths.two_gates)
+    for (Buffer& buffer : next.mix_gates) buffer = rows(wanted, widths.mixed);
+  next.steps = rows(wanted, widths.steps);
+  next.mixer_out = rows(wanted, widths.mixer_out);
   next.gate = rows(feature_rows, widths.features);
   if (widths.gated) next.up = rows(feature_rows, widths.features);
   next.router = rows(wanted, widths.router);
@@ -107,6 +126,8 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
     one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
+    if (widths.key_dim > 0) one.head_keys = Buffer(kHeadTokens * head_scratch(widths.key_dim));
+    if (widths.own_norm) one.mixer_out = rows(kGemvTokens, widths.mixer_out);
     one.inputs.reserve(shapes, kGemvTokens);
   }
   for (const LayerSpec& layer : spec.layers) {

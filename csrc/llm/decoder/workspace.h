@@ -20,6 +20,11 @@ inline int64_t padded_stride(int64_t count) {
   return padded % 1024 == 0 ? padded + 16 : padded;
 }
 
+// Linear attention goes through the tokens of a head in groups of so many, whose queries and keys, decays and strengths
+// a thread has beside the head's state.
+constexpr int kHeadTokens = 16;
+inline int64_t head_scratch(int64_t key_dim) { return 2 * padded_stride(key_dim) + 2; }
+
 // Floats on cache lines of their own.
 class Buffer {
  public:
@@ -80,12 +85,19 @@ struct Widths {
   int64_t kv_b = 0;        // MLA
   int64_t keys = 0;        // MLA: keys and values of all heads
   int64_t out = 0;         // of attention
+  int64_t mixed = 0;       // of a recurrent mixer: what it makes of its input
+  int64_t steps = 0;       // and of linear attention, the inputs of steps and strengths
+  int64_t mixer_out = 0;   // and its result
   int64_t features = 0;    // of any MLP
   int64_t router = 0;      // experts and the shared gate
   int top_k = 0;           // experts a token, the shared one included
   bool two_norms = false;  // a layer whose MLP, router or experts have a norm of their own
   bool gated = false;
   int64_t layer_inputs = 0;  // of all layers
+  bool two_gates = false;   // a short convolution's b and c
+  bool own_norm = false;    // a norm of linear attention's result over several heads
+  int64_t key_dim = 0;      // of linear attention
+  bool two_deltas = false;  // a layer with attention and a recurrent mixer
 
   explicit Widths(const DecoderSpec& spec);
   // Floats a token of the shared buffers.
@@ -96,11 +108,13 @@ struct Workspace {
   // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
     Buffer residual, x, second_x, heads, latent, row;
+    Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
     Inputs inputs;
     Routing routing;
   };
 
   Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;
+  Buffer mixed, mix_gates[2], steps, mixer_out;
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
   Inputs inputs;
   Routing routing;

@@ -57,7 +57,7 @@ void StepThread::project_latent(const AttentionSpec& spec, const LayerWeights& w
 
 // Queries, keys and values of all heads from the products: every thread a part of (token, head).
 void StepThread::assemble_latent(size_t index, AttentionStep& step) noexcept {
-  const AttentionSpec& spec = spec_.layers[index].attention;
+  const AttentionSpec& spec = *spec_.layers[index].attention;
   const MlaSpec& mla = *spec.mla;
   const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
   const int64_t latent_stride = padded_stride(forward_.widths_.latent);
@@ -101,7 +101,7 @@ void StepThread::assemble_latent(size_t index, AttentionStep& step) noexcept {
 
 // One norm over all heads, which other ranks have a part of: sums of squares (and of values, for layer norms) first.
 void StepThread::sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept {
-  const AttentionSpec& spec = spec_.layers[index].attention;
+  const AttentionSpec& spec = *spec_.layers[index].attention;
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
   float* out = forward_.ranks_->slot(spec_.rank, turn_);
@@ -125,7 +125,7 @@ void StepThread::sums_of_squares(size_t index, const float* heads, int64_t strid
 }
 
 void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept {
-  const AttentionSpec& spec = spec_.layers[index].attention;
+  const AttentionSpec& spec = *spec_.layers[index].attention;
   const LayerWeights& weights = weights_.layers[index];
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
@@ -161,7 +161,7 @@ void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) 
 
 // Clips, norms and rotates heads: in place, every thread a part of the tokens, or all for itself when they are few.
 void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
-  const AttentionSpec& spec = spec_.layers[index].attention;
+  const AttentionSpec& spec = *spec_.layers[index].attention;
   const int64_t q_count = static_cast<int64_t>(spec.heads) * spec.head_dim;
   const int kv_heads = spec.own_keys() ? spec.kv_heads : 0;
   const int64_t k_count = static_cast<int64_t>(kv_heads) * spec.head_dim;
@@ -217,9 +217,20 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
     barrier(Work::heads);
 }
 
+// The gates are behind the values, in the product that has them all.
+void StepThread::gate_attention(size_t index) noexcept {
+  const AttentionSpec& spec = *spec_.layers[index].attention;
+  const int64_t count = static_cast<int64_t>(spec.heads) * spec.value_dim, stride = padded_stride(forward_.widths_.out);
+  const float* gates = shared_.qkv.get() + qkv_rows(spec) - count;
+  const Range tokens = part_of(tokens_, thread_, threads_);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t)
+    multiply_by_sigmoid(shared_.out.get() + t * stride, gates + t * qkv_stride_, count);
+  barrier(Work::attend);
+}
+
 void StepThread::attention(size_t index) noexcept {
   const LayerSpec& layer = spec_.layers[index];
-  const AttentionSpec& spec = layer.attention;
+  const AttentionSpec& spec = *layer.attention;
   const LayerWeights& weights = weights_.layers[index];
   const float* mlp_x = x_;
   if (layer.parallel && layer.mlp_norm) {
@@ -244,7 +255,7 @@ void StepThread::attention(size_t index) noexcept {
 
   AttentionStep step{};
   step.cache = &forward_.cache_;
-  step.layer = static_cast<int>(index);
+  step.layer = forward_.cache_layers_[index];
   step.options = AttentionOptions{
       spec.scale,   spec.softcap, spec.window, spec.chunk, spec.alibi.empty() ? nullptr : spec.alibi.data(),
       weights.sinks};
@@ -265,6 +276,7 @@ void StepThread::attention(size_t index) noexcept {
     combine(step, forward_.scratch_, thread_, threads_);
     barrier(Work::attend);
   }
+  if (spec.gated) gate_attention(index);
   fresh();
   const Input& in = input(weights.o.w.shape(), step.out, step.out_stride, tokens_);
   multiply_into(weights.o, in, delta(0), hidden_stride_);

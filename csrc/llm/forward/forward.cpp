@@ -57,12 +57,14 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       team_(team),
       profile_(profile),
       widths_(spec),
-      most_tokens_(tokens_of_a_run(spec, widths_)) {
+      most_tokens_(tokens_of_a_run(spec, widths_)),
+      states_(spec) {
   add_shape(shapes_, weights.head.w);
   add_shape(shapes_, weights.layer_projection.w);
   for (const LayerWeights& layer : weights.layers) {
-    for (const LinearWeights* linear : {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
-                                        &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down})
+    for (const LinearWeights* linear :
+         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
+          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_out})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
@@ -74,6 +76,8 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   }
   for (const RopeSpec& rope : spec.ropes) ropes_.emplace_back(rope);
   rotations_.resize(spec.ropes.size());
+  int with_attention = 0;
+  for (const LayerSpec& layer : spec.layers) cache_layers_.push_back(layer.attention ? with_attention++ : -1);
 }
 
 size_t Forward::slot_floats() const {
@@ -97,12 +101,27 @@ void Forward::prepare(const StepTokens& step) {
       ropes_[rope].rotations(query.position, query.tokens, step.contexts[i],
                              &rotations_[rope][static_cast<size_t>(query.row)]);
   }
+  if (states_.floats > 0) find_spans(step);
   AttentionShape last{};
   for (const LayerSpec& layer : spec_.layers) {
-    const AttentionSpec& a = layer.attention;
+    if (!layer.attention) continue;
+    const AttentionSpec& a = *layer.attention;
     const AttentionShape shape{a.heads, a.kv_heads, a.head_dim, a.value_dim};
     if (!(shape == last)) scratch_.reserve(shape, step.queries, team_.size());
     last = shape;
+  }
+}
+
+// Queries of tokens that pass apart are one span: a recurrent mixer takes one token after the other anyway.
+void Forward::find_spans(const StepTokens& step) {
+  spans_.clear();
+  int last = -1;
+  for (const Query& query : step.queries) {
+    if (query.sequence == last)
+      spans_.back().tokens += query.tokens;
+    else
+      spans_.push_back({query.row, query.tokens, cache_.state(query.sequence)});
+    last = query.sequence;
   }
 }
 
@@ -333,16 +352,20 @@ void StepThread::layer(size_t index) noexcept {
   const LayerSpec& spec = spec_.layers[index];
   const LayerWeights& weights = weights_.layers[index];
   const float scale = spec.residual_scale;
-  advance(weights.attn_norm, spec.residual_from_norm);
   if (spec.parallel) {
+    advance(weights.attn_norm, spec.residual_from_norm);
     attention(index);  // computes the MLP too, which reads the same input
     exchange(Work::down, {2 * tokens_ * hidden_stride_, 0});
     pend(2, Norm{}, scale);
     return;
   }
-  attention(index);
-  exchange(Work::out, {tokens_ * hidden_stride_, 0});
-  pend(1, weights.attn_post_norm, scale);
+  if (spec.attention || spec.is_recurrent()) {
+    advance(weights.attn_norm, spec.residual_from_norm);
+    const int deltas = mix(index);
+    exchange(Work::out, {deltas * tokens_ * hidden_stride_, 0});
+    pend(deltas, weights.attn_post_norm, scale);
+  }
+  if (!spec.has_mlp()) return;
   advance(weights.mlp_norm, spec.residual_from_norm);
   if (spec.moe)
     experts(index, delta(0));
@@ -383,6 +406,21 @@ void StepThread::add_normed(const LayerWeights& weights, float scale) noexcept {
     add(residual_ + t * hidden_stride_, both, scale, n);
   }
   mark(Work::norm);
+}
+
+// The recurrent one first: ranks may exchange something within it, and attention's delta is in the slot of the next
+// exchange.
+int StepThread::mix(size_t index) noexcept {
+  const LayerSpec& spec = spec_.layers[index];
+  const int deltas = spec.attention && spec.is_recurrent() ? 2 : 1;
+  if (spec.short_conv) short_conv(index, deltas - 1);
+  if (spec.linear_attention) linear_attention(index, deltas - 1);
+  if (deltas == 2) {
+    mark(Work::out);
+    fresh();
+  }
+  if (spec.attention) attention(index);
+  return deltas;
 }
 
 float* StepThread::delta(int which) noexcept {

@@ -11,6 +11,7 @@
 #include "llm/decoder/profile.h"
 #include "llm/decoder/rope.h"
 #include "llm/decoder/spec.h"
+#include "llm/decoder/state.h"
 #include "llm/decoder/weights.h"
 #include "llm/decoder/workspace.h"
 #include "llm/ranks/parallel_ranks.h"
@@ -67,7 +68,14 @@ class Forward {
 
  private:
   friend class StepThread;
+  // Tokens of one sequence that follow each other in a run, and its recurrent state.
+  struct Span {
+    int64_t row, tokens;
+    float* state;
+  };
+
   void prepare(const StepTokens& step);
+  void find_spans(const StepTokens& step);
   void run_all(const StepTokens& step);
 
   const DecoderSpec& spec_;
@@ -84,10 +92,13 @@ class Forward {
   Workspace workspace_;
   AttentionScratch scratch_;
   std::vector<RopeTable> ropes_;
+  const StateLayout states_;
+  std::vector<int> cache_layers_;  // of each layer with attention: its number in the cache
 
   // State of the current run.
   std::vector<int64_t> positions_;                // of each token
   std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
+  std::vector<Span> spans_;                       // where there are recurrent mixers
   unsigned turn_ = 0;                             // of the ranks' slots, from run to run
   std::exception_ptr failure_;                    // of an exchange
 };

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "llm/forward/forward.h"
+#include "llm/kernels/mixers.h"
 
 namespace anyaccel::llm {
 
@@ -31,6 +32,8 @@ class StepThread {
   void embed_for_layers(const LayerInputsSpec& spec) noexcept;
   void layer(size_t index) noexcept;
   void finish_layer(size_t index) noexcept;
+  // Attention, the recurrent mixer, or both; returns how many deltas there are.
+  int mix(size_t index) noexcept;
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
   void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
@@ -45,10 +48,20 @@ class StepThread {
   void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void attention(size_t index) noexcept;
+  void gate_attention(size_t index) noexcept;
   void rotate_standard(size_t index, AttentionStep& step) noexcept;
   void norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept;
   void sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept;
   void assemble_latent(size_t index, AttentionStep& step) noexcept;
+
+  // --- recurrent_layer.cpp; `which`: the delta that it makes
+  Range channels_of(const Shape& in, int64_t channels) const noexcept;
+  void convolve_own(size_t index, Convolution conv, float* x, int64_t stride, Range channels) noexcept;
+  void short_conv(size_t index, int which) noexcept;
+  LinearHead prepare_head(size_t index, int64_t head, int64_t row, int tokens) noexcept;
+  void attend_heads(size_t index) noexcept;
+  const float* norm_mixed(size_t index) noexcept;
+  void linear_attention(size_t index, int which) noexcept;
 
   // --- mlp.cpp
   // `scales`: of the rows of gate and up, before the activation; null: none.

@@ -206,6 +206,10 @@ void clamp_row(float* x, float limit, int64_t n) {
   each(n, broadcast(0.0f), [=](int64_t i, auto get, auto put) { put(x + i, min(high, max(low, get(x + i)))); });
 }
 
+void multiply_by_sigmoid_row(float* x, const float* gate, int64_t n) {
+  each(n, broadcast(0.0f), [=](int64_t i, auto get, auto put) { put(x + i, mul(get(x + i), sigmoid(get(gate + i)))); });
+}
+
 float largest_of(const float* x, int64_t n) {
   Vec a = broadcast(-kInfinity), b = a;
   int64_t i = 0;
@@ -263,8 +267,9 @@ int64_t argmax_row(const float* x, int64_t n) {
   return begin;
 }
 
-constexpr OpKernels kKernels{norm_rows, add_norm_rows, rope_rows, activate_row, scale_row,
-                             add_row,   softcap_row,   clamp_row, softmax_row,  argmax_row};
+constexpr OpKernels kKernels{
+    norm_rows, add_norm_rows,           rope_rows,   activate_row, scale_row, add_row, softcap_row,
+    clamp_row, multiply_by_sigmoid_row, softmax_row, argmax_row};
 
 }  // namespace
 }  // namespace anyaccel::llm

@@ -18,6 +18,7 @@ struct OpKernels {
   void (*add)(float* x, const float* y, float factor, int64_t n);
   void (*softcap)(float* x, float cap, int64_t n);
   void (*clamp)(float* x, float limit, int64_t n);
+  void (*multiply_by_sigmoid)(float* x, const float* gate, int64_t n);
   void (*softmax)(float* x, int64_t n);
   int64_t (*argmax)(const float* x, int64_t n);
 };

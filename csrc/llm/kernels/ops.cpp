@@ -54,6 +54,7 @@ void scale(float* x, float factor, int64_t n) noexcept { kernels().scale(x, fact
 void add(float* x, const float* y, float factor, int64_t n) noexcept { kernels().add(x, y, factor, n); }
 void softcap(float* x, float cap, int64_t n) noexcept { kernels().softcap(x, cap, n); }
 void clamp(float* x, float limit, int64_t n) noexcept { kernels().clamp(x, limit, n); }
+void multiply_by_sigmoid(float* x, const float* gate, int64_t n) noexcept { kernels().multiply_by_sigmoid(x, gate, n); }
 void softmax(float* x, int64_t n) noexcept { kernels().softmax(x, n); }
 float sigmoid(float x) noexcept { return 1.0f / (1.0f + std::exp(-x)); }
 int64_t argmax(const float* x, int64_t n) noexcept { return kernels().argmax(x, n); }

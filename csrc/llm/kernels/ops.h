@@ -40,9 +40,10 @@ enum class Activation : uint8_t {
 void activate(Activation kind, const float* gate, const float* up, int64_t n, float* out) noexcept;
 
 void scale(float* x, float factor, int64_t n) noexcept;
-void add(float* x, const float* y, float factor, int64_t n) noexcept;  // x += factor * y
-void softcap(float* x, float cap, int64_t n) noexcept;                 // cap * tanh(x / cap)
-void clamp(float* x, float limit, int64_t n) noexcept;                 // into -limit .. limit
+void add(float* x, const float* y, float factor, int64_t n) noexcept;       // x += factor * y
+void softcap(float* x, float cap, int64_t n) noexcept;                      // cap * tanh(x / cap)
+void clamp(float* x, float limit, int64_t n) noexcept;                      // into -limit .. limit
+void multiply_by_sigmoid(float* x, const float* gate, int64_t n) noexcept;  // x *= sigmoid(gate)
 void softmax(float* x, int64_t n) noexcept;
 float sigmoid(float x) noexcept;
 // Index of the largest value, the first of equal ones; -1 when a value is NaN or the largest is not finite.

@@ -17,9 +17,13 @@ DecoderSpec checked(DecoderSpec spec) {
 
 std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
   std::vector<AttentionShape> shapes;
+  std::vector<int> places;  // of each layer's attention among them
   for (const LayerSpec& layer : spec.layers) {
-    const AttentionSpec& a = layer.attention;
-    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim, a.own_keys() ? -1 : a.kv_layer - spec.first_layer});
+    places.push_back(layer.attention ? static_cast<int>(shapes.size()) : -1);
+    if (!layer.attention) continue;
+    const AttentionSpec& a = *layer.attention;
+    const int source = a.own_keys() ? -1 : places[static_cast<size_t>(a.kv_layer - spec.first_layer)];
+    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim, source});
   }
   return shapes;
 }
@@ -58,7 +62,8 @@ DecoderModel::DecoderModel(DecoderSpec spec, const std::vector<MatrixEntry>& mat
     : Model(checked(std::move(spec))),
       team_(threads),
       weights_(spec_, matrices, vectors),
-      cache_(cache_shapes(spec_), cache_format, cache_limit_bytes > 0 ? cache_limit_bytes : SIZE_MAX / 2),
+      cache_(cache_shapes(spec_), cache_format, cache_limit_bytes > 0 ? cache_limit_bytes : SIZE_MAX / 2,
+             StateLayout(spec_).floats),
       forward_(spec_, weights_, cache_, team_, profile_) {}
 
 DecoderModel::~DecoderModel() = default;
@@ -122,16 +127,17 @@ std::string DecoderModel::create_segment(double timeout_s, bool anonymous, const
     throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
                      std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
   const auto pages = static_cast<int64_t>(cache_.limit_bytes() / cache_.page_bytes());
+  const auto states = static_cast<int64_t>(cache_.state_pages());
   const auto kind = anonymous ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix;
   std::string name;
   if (spec_.stages > 1) {
-    stages_ = std::make_unique<Stages>(spec_, forward_.most_tokens(), pages, timeout_s, kind, hosts, addresses);
+    stages_ = std::make_unique<Stages>(spec_, forward_.most_tokens(), pages, states, timeout_s, kind, hosts, addresses);
     stages_->set_interrupt_check(interrupt_check_);
     name = stages_->name();
   }
   if (spec_.size > 1) {
     const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
-                                       spec_.own_vocab(), pages};
+                                       spec_.own_vocab(), pages, states};
     ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
                                              hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size,
                                              comm::read_wire_format(wire_dtype), transport);
@@ -148,7 +154,7 @@ void DecoderModel::connect(const std::vector<std::string>& names, const std::vec
   if (names.size() != count || pids.size() != count)
     throw UsageError("connect: needs one name and one pid a rank, of " + std::to_string(count));
   comm::start_transport(transport_);
-  int64_t pages = INT64_MAX;
+  int64_t pages = INT64_MAX, states = 0;
   if (ranks_ != nullptr) {
     const auto begin = static_cast<ptrdiff_t>(spec_.stage * spec_.size), end = begin + spec_.size;
     std::vector<std::string> own(names.begin() + begin, names.begin() + end);
@@ -161,6 +167,7 @@ void DecoderModel::connect(const std::vector<std::string>& names, const std::vec
         throw UsageError("the ranks' rows of the vocabulary are not one after another");
       next += header.vocab_count;
       pages = std::min(pages, header.cache_pages);
+      states = std::max(states, header.state_pages);
     }
     if (next != spec_.vocab)
       throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
@@ -171,7 +178,9 @@ void DecoderModel::connect(const std::vector<std::string>& names, const std::vec
     for (std::string& name : own) name = name.substr(name.find(kBetweenNames) + 1);  // npos + 1 is 0
     stages_->connect(own, pids);
     pages = stages_->cache_pages();
+    states = stages_->state_pages();
   }
+  cache_.set_state_pages(static_cast<size_t>(states));
   cache_.set_limit_pages(static_cast<size_t>(pages));  // so that all ranks refuse the same
   forward_.set_ranks(ranks_.get(), stages_.get());
 }

@@ -14,6 +14,8 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
     if (!exact() || !draft->exact()) throw UsageError("only the native runtime has drafts");
     const auto its = draft->lock();
     draft->check_ready();
+    if (cache().state_bytes() > 0 || draft->cache().state_bytes() > 0)
+      throw UsageError("a model with a recurrent state has no drafts, and makes none");
     if (draft->draft_ != nullptr) throw UsageError("the draft model has a draft model itself");
     if (draft->spec_.size != spec_.size || draft->spec_.stages != spec_.stages)
       throw UsageError("the draft model is divided among " + std::to_string(draft->spec_.size * draft->spec_.stages) +

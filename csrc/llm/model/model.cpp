@@ -53,6 +53,14 @@ void Model::check_sequence(int sequence) const {
   if (!cache().exists(sequence)) throw UsageError("there is no sequence " + std::to_string(sequence));
 }
 
+void Model::check_reachable(int sequence, int64_t tokens) const {
+  if (tokens < 0 || tokens > cache().length(sequence)) return;  // the cache refuses it
+  const int64_t there = cache().reachable(sequence, tokens);
+  if (there != tokens)
+    throw UsageError("a sequence of a model with a recurrent state cannot go back to " + std::to_string(tokens) +
+                     " tokens, only to " + std::to_string(there) + ": begin a new one");
+}
+
 // --- sequences
 
 int Model::create() {
@@ -63,12 +71,14 @@ int Model::create() {
 int Model::fork(int sequence, int64_t tokens) {
   const auto held = lock();
   check_sequence(sequence);
+  check_reachable(sequence, tokens);
   return cache().fork(sequence, tokens);
 }
 
 void Model::truncate(int sequence, int64_t tokens) {
   const auto held = lock();
   check_sequence(sequence);
+  check_reachable(sequence, tokens);
   cache().truncate(sequence, tokens);
 }
 
@@ -85,6 +95,11 @@ int64_t Model::length(int sequence) {
 }
 
 // --- memory and time
+
+size_t Model::cache_bytes_per_state() {
+  const auto held = lock();
+  return cache().state_bytes();
+}
 
 size_t Model::cache_bytes_per_token() {
   const auto held = lock();

@@ -118,6 +118,9 @@ class Model {
   void forward(const std::vector<int>& sequences, const std::vector<int64_t>& counts, const int64_t* tokens,
                float* logits, const std::vector<int64_t>& rows);
 
+  // Of a sequence's recurrent state; where it has one, fork() and truncate() go back to few places only, and throw
+  // UsageError elsewhere.
+  size_t cache_bytes_per_state();
   size_t cache_bytes_per_token();
   size_t cache_used_bytes();
   size_t cache_reserved_bytes();
@@ -137,6 +140,7 @@ class Model {
     // part of an answer that is computed again.
     bool apart = false;
     int64_t start = 0;  // the sequence's length before
+    int64_t keep = 0;   // the length at which its recurrent state is kept, where the run comes there
   };
 
   // --- what an executor gives; all is called with the lock held
@@ -177,6 +181,7 @@ class Model {
 
   void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
+  void check_reachable(int sequence, int64_t tokens) const;
   int64_t most_of_a_run(int64_t total, const Pass& pass) const;
   // What the last stage has chosen, from result.ones[begin] on, or why it could not, on all stages.
   void share_chosen(size_t begin, std::string& failure, StepResult& result);
@@ -193,6 +198,8 @@ class Model {
   Request* drafter_of(Request& request, int64_t most, DraftPace::Reads reads);
   DraftPace::Choice choose_drafts(const std::vector<Request*>& requests, int64_t most);
   DraftPace& pace_of(const Request& request);
+  // Computes again what requests have lost of their recurrent states.
+  void recover(const std::vector<Request*>& requests);
   std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   bool can_pick(const Request& request) const;

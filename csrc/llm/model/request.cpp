@@ -61,6 +61,8 @@ Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, Requ
   check_options(options_);
   if (prefix_ != nullptr && prefix_->model_ != model_) throw UsageError("the prefix is a request of another model");
   const auto held = model_->lock();
+  if (options_.draft_tokens > 0 && model_->cache().state_bytes() > 0)
+    throw UsageError("draft_tokens: a model with a recurrent state has no drafts; use 0");
   if (options_.draft_model && model_->draft_ == nullptr)
     throw UsageError("draft_model: the model has no draft model; set_draft() comes first");
   if (tokens_.empty()) throw UsageError("the prompt is empty: it needs one token at least");
@@ -94,7 +96,7 @@ void Request::finish() {
   prefix_.reset();
   if (sequence_ >= 0) model_->cache().destroy(sequence_);
   sequence_ = -1;
-  cached_ = 0;
+  cached_ = lost_ = 0;
   chosen_.clear();
   drafter_.reset();
   if (finished_ == Finish::no) finished_ = Finish::stopped;
@@ -138,9 +140,11 @@ void Request::share_prefix() {
   // The last token of the prompt is computed anyway: its logits are wanted.
   const int64_t most = std::min(
       {prefix->cached_, static_cast<int64_t>(prefix->tokens_.size()), static_cast<int64_t>(tokens_.size()) - 1});
-  const int64_t common =
+  int64_t common =
       std::mismatch(tokens_.begin(), tokens_.begin() + std::max<int64_t>(most, 0), prefix->tokens_.begin()).first -
       tokens_.begin();
+  common = std::min(common, model_->cache().length(prefix->sequence_));
+  common = model_->cache().reachable(prefix->sequence_, common);
   if (common <= 0) return;
   for (const RopeSpec& rope : model_->spec().ropes)
     if (RopeTable(rope).changes_between(static_cast<int64_t>(tokens_.size()), prefix->cached_)) return;
@@ -158,10 +162,13 @@ void Request::share(const Request& other, int64_t tokens) {
   if (cached_ > 0 || tokens < 1 || tokens > other.cached_ || tokens >= static_cast<int64_t>(tokens_.size()) ||
       !std::equal(tokens_.begin(), tokens_.begin() + tokens, other.tokens_.begin()))
     throw UsageError("share: the first " + std::to_string(tokens) + " tokens are not those of the other request");
-  const int shared = model_->cache().fork(other.sequence_, tokens);
-  model_->cache().destroy(sequence_);
+  Sequences& cache = model_->cache();
+  const int64_t there = cache.reachable(other.sequence_, std::min(tokens, cache.length(other.sequence_)));
+  const int shared = cache.fork(other.sequence_, there);
+  cache.destroy(sequence_);
   sequence_ = shared;
   cached_ = tokens;
+  lost_ = tokens - there;
   context_ = other.context_;
 }
 
@@ -171,8 +178,25 @@ void Request::shrink(int64_t tokens) {
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
   chosen_.clear();
   drafter_.reset();
-  model_->cache().truncate(sequence_, tokens);
   cached_ = tokens;
+  go_back(tokens);
+}
+
+void Request::go_back(int64_t tokens) {
+  Sequences& cache = model_->cache();
+  const int64_t length = cache.length(sequence_);
+  const int64_t there = tokens >= length ? length : cache.reachable(sequence_, tokens);
+  if (there < length) cache.truncate(sequence_, there);
+  lost_ = cached_ - std::min(cached_, there);
+}
+
+int64_t Request::keep_at() const {
+  if (!options_.keep_states) return 0;
+  const int64_t end = cached_ + passing_;
+  // The last token of a prompt is computed for every answer, so that the state before it is of use.
+  const int64_t of_prompt = (prompt_ - 1) / kPageTokens * kPageTokens;
+  if (of_prompt > cached_ && of_prompt <= end) return of_prompt;
+  return cached_ >= prompt_ ? end / kPageTokens * kPageTokens : 0;
 }
 
 int64_t Request::cached() const {

@@ -41,6 +41,9 @@ struct RequestOptions {
   bool draft_always = false;
   // With draft_always: the draft model knows no more than the end of the text.
   bool draft_end = false;
+  // Of a model with a recurrent state: it is kept at the end of the last whole block of the prompt and of the answer,
+  // where another request may go on (share), or this one after shrink().
+  bool keep_states = false;
 };
 
 // A token that has been chosen, and the state of the generator after it.
@@ -103,6 +106,10 @@ class Request {
   // they are computed again, are passed over.
   void pool(const float* hidden, int64_t width, int64_t position, int64_t count);
   void share_prefix();
+  // The cache goes back to `tokens` tokens, or further, to where it can: then the next step makes up for that.
+  void go_back(int64_t tokens);
+  // Where the state is to be kept in the next pass, behind this many tokens.
+  int64_t keep_at() const;
   // How the executor chooses the next token, where it does.
   Pick pick(int32_t row) const;
   // The most drafts that the next pass may take, of `most`; 0 where there is no room, or the request takes none.
@@ -130,7 +137,8 @@ class Request {
   std::shared_ptr<Request> prefix_;  // until the first step
   const bool keep_logits_;
   int sequence_ = -1;
-  int64_t cached_ = 0;           // tokens whose keys and values are in the cache
+  int64_t cached_ = 0;  // tokens whose keys and values are in the cache
+  int64_t lost_ = 0;    // the last ones of them, which are not: the next step computes them again, beside its own
   std::vector<int64_t> tokens_;  // of prompt and answer
   int64_t prompt_;               // how many of them come before the answer
   Finish finished_ = Finish::no;

@@ -23,6 +23,20 @@ constexpr int64_t kLeastPart = 32;
 constexpr int kPartsAStage = 8;
 constexpr int64_t kLeastOfFew = 4;
 
+// For process(), where only the cache is wanted.
+struct NoLogits {
+  float* logits(size_t) const { return nullptr; }
+  float* hidden(size_t) const { return nullptr; }
+  template <class Wanted>
+  Pick pick(const Wanted&, int32_t) const {
+    return {};
+  }
+  template <class Rows>
+  void take(const Rows&) const {}
+  size_t most_rows() const { return SIZE_MAX; }
+  bool everywhere() const { return false; }
+};
+
 }  // namespace
 
 // With stages, runs are so small that all stages have one at a time; but more tokens than pass as few are not divided
@@ -49,6 +63,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
   const int64_t runs = (total + longest - 1) / longest;
   int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
   int64_t left = runs;
+  std::vector<int> keeping;  // sequences of a run
   try {
     size_t at = 0;               // in work
     int64_t taken = 0;           // of work[at]
@@ -65,7 +80,9 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
       left = std::max<int64_t>(left - 1, 1);
       while (at < work.size() && index - first < size && tokens_.wanted.size() < done.most_rows()) {
         const Work& one = work[at];
-        const int64_t most = std::min(one.count - taken, size - (index - first));
+        const int64_t until_kept = one.keep - one.start - taken;
+        const int64_t most =
+            std::min({one.count - taken, size - (index - first), until_kept > 0 ? until_kept : INT64_MAX});
         const auto row = static_cast<int>(tokens_.tokens.size());
         int64_t count = 0;
         for (; count < most && tokens_.wanted.size() < done.most_rows(); ++count) {
@@ -92,9 +109,13 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
           index += count;
           taken += count;
         }
+        const bool kept = count > 0 && one.keep == one.start + taken;
+        if (kept) keeping.push_back(one.sequence);
         if (taken == one.count) {
           ++at;
           taken = 0;
+        } else if (kept) {
+          break;  // what follows changes the state
         }
       }
       tokens_.logits_stride = spec_.vocab;
@@ -103,13 +124,16 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
       tokens_.exact = pass.exact;
       tokens_.prompt = pass.prompt;
       run(tokens_, picks_);
+      for (const int sequence : keeping) cache().keep(sequence, false);
+      keeping.clear();
       if (stages_ != nullptr && done.everywhere()) share_rows(tokens_);
       if (stages_ == nullptr || stages_->is_last() || done.everywhere())
         done.take(std::vector<Wanted>(first_wanted, next));
     }
   } catch (...) {
     for (const Work& one : work)
-      if (cache().length(one.sequence) > one.start) cache().truncate(one.sequence, one.start);
+      if (cache().length(one.sequence) > one.start)
+        cache().truncate(one.sequence, cache().reachable(one.sequence, one.start));
     throw;
   }
 }
@@ -209,9 +233,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     for (Request* request : first)
       if (request->pending() == 0) --request->cached_;
     for (const std::vector<Request*>* wave : {&first, &second})
-      for (Request* request : *wave)
-        if (cache().length(request->sequence_) > request->cached_)
-          cache().truncate(request->sequence_, request->cached_);
+      for (Request* request : *wave) request->go_back(request->cached_);
     throw;
   }
   for (Request* request : second) request->cached_ += request->passing_;
@@ -252,16 +274,35 @@ Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFee
   return result;
 }
 
-void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {
+// The tokens pass as they did the first time: those of a prompt as many, those of an answer as few.
+void Model::recover(const std::vector<Request*>& requests) {
   for (Request* request : requests) {
-    request->share_prefix();
+    if (request->lost_ == 0) continue;
+    const int64_t end = request->cached_, begin = end - request->lost_;
+    const int64_t of_prompt = std::clamp(request->prompt_, begin, end);
+    const auto context = static_cast<int64_t>(request->tokens_.size());
+    const auto pass = [&](int64_t first, int64_t last, const Pass& how) {
+      std::vector<Work> work{{request->sequence_, request->tokens_.data() + first, last - first, context, !how.prompt}};
+      work.back().keep = request->options_.keep_states ? (request->prompt_ - 1) / kPageTokens * kPageTokens : 0;
+      process(work, how, {}, NoLogits{});
+    };
+    pass(begin, of_prompt, {most_tokens(), true, true});
+    pass(of_prompt, end, {kGemvTokens, true, false});
+    request->lost_ = 0;
+  }
+}
+
+void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {
+  for (Request* request : requests) request->share_prefix();
+  recover(requests);
+  for (Request* request : requests) {
     // As transformers does with longrope: the cache is made anew when the context grows beyond the short factors.
     const int64_t length = static_cast<int64_t>(request->tokens_.size()) - request->drafted_;
     for (const RopeSpec& rope : spec_.ropes) {
       if (rope.long_inv_freq.empty() || request->cached_ == 0) continue;
       if (!RopeTable(rope).changes_between(request->context_, length)) continue;
       cache().truncate(request->sequence_, 0);
-      request->cached_ = 0;
+      request->cached_ = request->lost_ = 0;
     }
     request->context_ = length;
     request->passing_ = request->drafted_ > 0 ? request->pending() : std::min(request->passing_, request->pending());
@@ -295,6 +336,7 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, c
     // But for longrope, whose cache is made anew when they change, angles are those of the first time.
     if (how.exact && !whole) context = apart ? 0 : std::max(request->prompt_, request->cached_ + request->passing_);
     work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_, context, apart});
+    work.back().keep = request->keep_at();
   }
   return work;
 }

@@ -58,7 +58,7 @@ struct Name {
     Name name;
     ParallelRanks::Header& header = name.header;
     stream >> name.group >> name.segment >> header.model >> header.vocab_first >> header.vocab_count >>
-        header.cache_pages >> name.wire >> name.endpoint;
+        header.cache_pages >> header.state_pages >> name.wire >> name.endpoint;
     if (!stream)
       throw UsageError("connect: '" + text.substr(0, text.find(' ')) + "...' is not what create_segment() returned");
     return name;
@@ -94,8 +94,8 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
   if (count > 1 && is_leader()) host_links_.emplace(hosts_[static_cast<size_t>(rank)], count, addresses, timeout_s);
   std::ostringstream text;
   text << group_.name() << ' ' << own_.name() << ' ' << header.model << ' ' << header.vocab_first << ' '
-       << header.vocab_count << ' ' << header.cache_pages << ' ' << comm::wire_format_name(wire_) << ' '
-       << (host_links_ ? host_links_->endpoint() : kNoEndpoint);
+       << header.vocab_count << ' ' << header.cache_pages << ' ' << header.state_pages << ' '
+       << comm::wire_format_name(wire_) << ' ' << (host_links_ ? host_links_->endpoint() : kNoEndpoint);
   name_ = text.str();
 }
 

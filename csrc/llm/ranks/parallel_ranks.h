@@ -37,6 +37,7 @@ class ParallelRanks {
     uint64_t model;                    // a hash of the sizes, equal on all
     int64_t vocab_first, vocab_count;  // its share of the vocabulary
     int64_t cache_pages;               // that its cache may have
+    int64_t state_pages;               // as how many of them a recurrent state counts
   };
   // What the ranks have written into their slots: so many floats each, or so many rows of their shares of logits.
   struct Parts {

@@ -37,7 +37,7 @@ uint64_t signature(const DecoderSpec& spec, int64_t most_tokens) {
 
 }  // namespace
 
-Stages::Stages(const DecoderSpec& spec, int64_t most_tokens, int64_t cache_pages, double timeout_s,
+Stages::Stages(const DecoderSpec& spec, int64_t most_tokens, int64_t cache_pages, int64_t state_pages, double timeout_s,
                comm::ShmSegment::Kind kind, const std::vector<int>& hosts, const std::vector<std::string>& addresses)
     : rank_(spec.rank),
       size_(spec.size),
@@ -50,9 +50,11 @@ Stages::Stages(const DecoderSpec& spec, int64_t most_tokens, int64_t cache_pages
       links_(spec.stage, members(spec, hosts), addresses, timeout_s, kind),
       in_(kLineFloats + (is_first() ? 0 : most_tokens * spec.hidden)),
       out_(kLineFloats + (is_last() ? 0 : most_tokens * spec.hidden)),
-      cache_pages_(cache_pages) {
+      cache_pages_(cache_pages),
+      state_pages_(state_pages) {
   std::ostringstream text;
-  text << model_ << ' ' << first_layer_ << ' ' << layers_ << ' ' << cache_pages << ' ' << links_.endpoint();
+  text << model_ << ' ' << first_layer_ << ' ' << layers_ << ' ' << cache_pages << ' ' << state_pages << ' '
+       << links_.endpoint();
   name_ = text.str();
 }
 
@@ -66,9 +68,9 @@ void Stages::connect(const std::vector<std::string>& names, const std::vector<in
   for (size_t rank = 0; rank < names.size(); ++rank) {
     std::istringstream stream(names[rank]);
     uint64_t model = 0;
-    int64_t first = 0, layers = 0, pages = 0;
+    int64_t first = 0, layers = 0, pages = 0, states = 0;
     std::string endpoint;
-    stream >> model >> first >> layers >> pages >> std::ws;
+    stream >> model >> first >> layers >> pages >> states >> std::ws;
     std::getline(stream, endpoint);
     if (!stream || endpoint.empty()) throw UsageError("connect: what is not what create_segment() returned");
     const auto at = static_cast<int>(rank);
@@ -79,6 +81,7 @@ void Stages::connect(const std::vector<std::string>& names, const std::vector<in
       throw UsageError("the stages' layers are not one after another, at rank " + std::to_string(rank));
     if (at % size_ == size_ - 1) next = first + layers;
     cache_pages_ = std::min(cache_pages_, pages);
+    state_pages_ = std::max(state_pages_, states);
     if (at % size_ != rank_) continue;
     endpoints.push_back(endpoint);
     own_pids.push_back(pids[rank]);

@@ -23,7 +23,7 @@ namespace anyaccel::llm {
 class Stages {
  public:
   // `most_tokens`: of a run. `hosts`: of all ranks; empty for one host.
-  Stages(const DecoderSpec& spec, int64_t most_tokens, int64_t cache_pages, double timeout_s,
+  Stages(const DecoderSpec& spec, int64_t most_tokens, int64_t cache_pages, int64_t state_pages, double timeout_s,
          comm::ShmSegment::Kind kind, const std::vector<int>& hosts, const std::vector<std::string>& addresses);
 
   // What connect() needs on the other ranks: for them only.
@@ -39,6 +39,7 @@ class Stages {
   int count() const { return count_; }
   // The smallest cache of all ranks. After connect().
   int64_t cache_pages() const { return cache_pages_; }
+  int64_t state_pages() const { return state_pages_; }
 
   // The residual that came and that goes: rows of `hidden` floats, room for a run.
   float* in() const { return in_.get() + kLineFloats; }
@@ -67,7 +68,7 @@ class Stages {
   Buffer in_, out_;
   std::vector<char> packet_;
   std::string name_;
-  int64_t cache_pages_;
+  int64_t cache_pages_, state_pages_;
   uint64_t shares_ = 0;
   bool connected_ = false;
 };

@@ -31,6 +31,8 @@ STRUCTS = {
     decoder.QkNorm: ("QkNormSpec", "read_qk_norm"),
     decoder.Mla: ("MlaSpec", "read_mla"),
     decoder.Attention: ("AttentionSpec", "read_attention"),
+    decoder.ShortConv: ("ShortConvSpec", "read_short_conv"),
+    decoder.LinearAttention: ("LinearAttentionSpec", "read_linear_attention"),
     decoder.Mlp: ("MlpSpec", "read_mlp"),
     decoder.Moe: ("MoeSpec", "read_moe"),
     decoder.LayerInputs: ("LayerInputsSpec", "read_layer_inputs"),
@@ -83,11 +85,12 @@ def test_python_and_cpp_have_the_same_fields(cls: Any) -> None:
     read = body_after(READER, reader)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    # Python has one field for either of two kinds, C++ an optional one for each.
+    # Python has one field for either of several kinds, C++ an optional one for each.
     if cls is decoder.Layer:
-        assert typing.get_args(hints.pop("mlp")) == (decoder.Mlp, decoder.Moe)
-        assert {declared.pop("mlp")[0], declared.pop("moe")[0]} == {"std::optional<MlpSpec>", "std::optional<MoeSpec>"}
-        del fields["mlp"]
+        for either, names in {"mlp": ("mlp", "moe"), "recurrent": ("short_conv", "linear_attention")}.items():
+            kinds = [kind for kind in typing.get_args(hints.pop(either)) if kind is not types.NoneType]
+            assert [declared.pop(name)[0] for name in names] == [f"std::optional<{STRUCTS[kind][0]}>" for kind in kinds]
+            del fields[either]
     assert list(declared) == list(fields)
     for name, field in fields.items():
         check_field(cls, field, hints[name], *declared[name])
@@ -143,6 +146,8 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
     layers = (
         decoder.Layer(attention, mlp, attn_norm=norm),
         decoder.Layer(latent, decoder.Moe(4, 2, mlp, shared=mlp), mlp_post_norm=norm),
+        decoder.Layer(None, mlp, recurrent=decoder.ShortConv(16, 3)),
+        decoder.Layer(attention, None, recurrent=decoder.LinearAttention(4, 2, 8, 8, norm=norm)),
     )
     spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm)
     assert spec_from_dict(dataclasses.asdict(spec)) == spec

@@ -72,15 +72,17 @@ def _of_layer(spec: DecoderSpec, number: int, parts: Any) -> Iterator[Fold]:
     attention, mlp = layer.attention, layer.mlp
     if layer.residual_from_norm or layer.parallel:
         return
-    qkv = parts(f"{at}qkv") if attention.mla is None else []
-    if _divisible(layer.attn_norm) and qkv:
-        yield from _of_norm(parts(f"{at}attn_norm.weight"), qkv)
-    alone = attention.value_norm is None and not any(each.attention.kv_layer == number for each in spec.layers)
-    if len(qkv) == 3 and alone and not (attention.qkv_bias or attention.clip):
-        out = parts(f"{at}o")
-        if len(out) == 1:
-            shared = attention.heads // attention.kv_heads
-            yield Fold((out[0].tensor,), rows=qkv[2].tensor, shared=shared, length=attention.value_dim)
+    if attention is not None and layer.recurrent is None and not attention.gated:
+        qkv = parts(f"{at}qkv") if attention.mla is None else []
+        if _divisible(layer.attn_norm) and qkv:
+            yield from _of_norm(parts(f"{at}attn_norm.weight"), qkv)
+        others = (each.attention for each in spec.layers if each.attention is not None)
+        alone = attention.value_norm is None and not any(each.kv_layer == number for each in others)
+        if len(qkv) == 3 and alone and not (attention.qkv_bias or attention.clip):
+            out = parts(f"{at}o")
+            if len(out) == 1:
+                shared = attention.heads // attention.kv_heads
+                yield Fold((out[0].tensor,), rows=qkv[2].tensor, shared=shared, length=attention.value_dim)
     if not isinstance(mlp, Mlp):
         return
     up = parts(f"{at}mlp.gate_up")

@@ -52,7 +52,7 @@ def plain(config: Config, features: int, act: str, bias: bool = True) -> Mlp:
     return Mlp(features, config.activation(act), gated=False, bias=bias, out_bias=bias)
 
 
-def pre_norm(norm: Norm, attention: Attention, mlp: Mlp | Moe, **more: Any) -> Layer:
+def pre_norm(norm: Norm, attention: Attention | None, mlp: Mlp | Moe, **more: Any) -> Layer:
     """The usual layer: a norm before attention and another before the MLP."""
     return Layer(attention, mlp, attn_norm=norm, mlp_norm=norm, **more)
 
@@ -71,11 +71,14 @@ def decoder(
     Args:
         more: other fields of DecoderSpec.
     """
-    if any(layer.attention.rope >= len(ropes) for layer in layers):
-        raise ModelError("config: a layer has no rotary positions")
-    for each, layer in ((ropes[layer.attention.rope], layer) for layer in layers if layer.attention.rope >= 0):
-        if each.first + 2 * len(each.inv_freq) > layer.attention.head_dim:
-            raise ModelError(f"config: {2 * len(each.inv_freq)} rotated values in heads of {layer.attention.head_dim}")
+    for attention in (layer.attention for layer in layers if layer.attention is not None):
+        if attention.rope >= len(ropes):
+            raise ModelError("config: a layer has no rotary positions")
+        if attention.rope < 0:
+            continue
+        each = ropes[attention.rope]
+        if each.first + 2 * len(each.inv_freq) > attention.head_dim:
+            raise ModelError(f"config: {2 * len(each.inv_freq)} rotated values in heads of {attention.head_dim}")
     alike: dict[Layer, Layer] = {}
     values = {
         "vocab": config.integer("vocab_size"),

@@ -60,7 +60,7 @@ def _dense(config: Config) -> Mlp:
     return gated(config, config.get_bool("mlp_bias"))
 
 
-def _moe(config: Config, shared: bool = False) -> Moe:
+def granite_moe(config: Config, shared: bool = False) -> Moe:
     features = config.integer("shared_intermediate_size", minimum=0) if shared else 0
     return mixture(
         config,
@@ -74,11 +74,11 @@ def _moe(config: Config, shared: bool = False) -> Moe:
 
 
 def granitemoe(config: Config) -> DecoderSpec:
-    return granite(config, _moe(config))
+    return granite(config, granite_moe(config))
 
 
 def granitemoeshared(config: Config) -> DecoderSpec:
-    return granite(config, _moe(config, shared=True))
+    return granite(config, granite_moe(config, shared=True))
 
 
 def granite_swa(config: Config, mlp: Mlp | Moe | None = None) -> DecoderSpec:
@@ -106,7 +106,7 @@ def granite_swa(config: Config, mlp: Mlp | Moe | None = None) -> DecoderSpec:
 
 
 def granitemoe_swa(config: Config) -> DecoderSpec:
-    return granite_swa(config, _moe(config, shared=True))
+    return granite_swa(config, granite_moe(config, shared=True))
 
 
 def hyperclovax(config: Config) -> DecoderSpec:

@@ -31,7 +31,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 MOST_LAYERS = 512
 _MOST_HEADS = 1 << 16  # also values of a head
 _MOST_VALUES = 1 << 20  # of a row or a column
-_OLD_LAYER_TYPES = {"attention": "full_attention"}
+_OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 
 
 class Config(Fields):

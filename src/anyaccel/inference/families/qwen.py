@@ -52,7 +52,7 @@ def qwen3(config: Config) -> DecoderSpec:
     return llama_like(config, _qwen_windows(config), bias=bias, qk_norm=QkNorm(rms(config)))
 
 
-def _sparse(config: Config, moe: Moe, dense: Mlp) -> list[Mlp | Moe]:
+def sparse(config: Config, moe: Moe, dense: Mlp) -> list[Mlp | Moe]:
     """Qwen's choice of the layers with experts."""
     step = config.integer("decoder_sparse_step")
     only = [check_integer(each, "config: mlp_only_layers") for each in config.items("mlp_only_layers")]
@@ -75,7 +75,7 @@ def qwen2_moe(config: Config) -> DecoderSpec:
     norm = rms(config)
     layers = [
         pre_norm(norm, attention(config, window=window, bias=config.get_bool("qkv_bias"), out_bias=False), mlp)
-        for window, mlp in zip(each_window, _sparse(config, moe, gated(config)), strict=True)
+        for window, mlp in zip(each_window, sparse(config, moe, gated(config)), strict=True)
     ]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
 
@@ -90,7 +90,7 @@ def qwen3_moe(config: Config) -> DecoderSpec:
         bias=config.get_bool("attention_bias"),
         qk_norm=QkNorm(norm),
     )
-    layers = [pre_norm(norm, heads, mlp) for mlp in _sparse(config, moe, gated(config))]
+    layers = [pre_norm(norm, heads, mlp) for mlp in sparse(config, moe, gated(config))]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
 
 

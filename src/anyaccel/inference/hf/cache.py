@@ -163,7 +163,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
 
     @property
     def is_croppable(self) -> bool:
-        return True
+        return self.native.model.cache_bytes_per_state() == 0
 
     @property
     def is_sliding(self) -> list[bool]:

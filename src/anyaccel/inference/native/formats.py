@@ -132,7 +132,7 @@ def _words(form: Format) -> str:
 def choose(shape: MatrixShape, wanted: Precision, stored: Sequence[Format]) -> MatrixShape:
     """`shape` with its format; `stored` are those of its parts."""
     name = shape.name.rsplit(".", 1)[-1]
-    if name in ("router", "shared_gate"):
+    if name in ("router", "shared_gate", "steps"):  # a few rows, of which much depends
         return replace(shape, format="f32")
     chosen = _chosen(name, wanted, stored)
     kind, group, minimum = chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import re
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
-from anyaccel.inference.spec.decoder import DecoderSpec, weights
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, weights
 from anyaccel.inference.spec.mapping import Unsupported
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def check_computes_the_same(
     native = _native(plan)
     # transformers keeps all tokens in the cache of a window of 1, of which its own uncached forward shows none: steps
     # through that are no measure.
-    steps = 0 if any(layer.attention.window == 1 for layer in part.layers) else _STEPS
+    steps = 0 if any(each.window == 1 for each in _attentions(part)) else _STEPS
     tokens = _prompt_tokens(plan, steps)
     if tokens < 1:
         return
@@ -142,7 +143,7 @@ def _prompt_tokens(plan: Plan, steps: int) -> int:
     """How many tokens the prompt has: more than the windows of attention where those are short."""
     products = sum(each.rows * each.cols for each in plan.matrices)
     tokens = _TOKENS
-    for window in (layer.attention.window + 8 for layer in plan.spec.layers):
+    for window in (each.window + 8 for each in _attentions(plan.spec)):
         if tokens < window <= _MOST_TOKENS and _ROWS * window * products <= _MOST_PRODUCTS:
             tokens = window
     return min(tokens, plan.spec.max_tokens - steps) if plan.spec.max_tokens else tokens
@@ -155,7 +156,7 @@ def _compare_logits(twin: Any, native: _llm.Model, part: DecoderSpec, tokens: in
         generator = torch.Generator().manual_seed(seed)
         ids_BT = torch.randint(part.vocab, (_ROWS, tokens + steps), generator=generator)
         try:
-            theirs = _module_logits(twin, ids_BT, tokens)
+            theirs = _module_logits(twin, ids_BT, tokens, part.is_recurrent)
         except Exception as error:
             raise _failure(error) from error
         ours = _native_logits(native, ids_BT, tokens, part.vocab)
@@ -295,6 +296,8 @@ def _native(plan: Plan) -> _llm.Model:
 
     shapes = plan.shapes()
     limit = _ROWS * 1024 * max(1, _cache_values(plan.spec)) * 4
+    if plan.spec.is_recurrent:
+        limit = 0  # none: sequences have states too
     threads = 1 if sum(each.rows * each.cols for each in plan.matrices) < _SMALL else 0
     made = _llm.DecoderModel(plan.spec, shapes["matrices"], shapes["vectors"], threads, "f32", limit)
     plan.fill(made, lambda _done, _total: None)
@@ -304,7 +307,11 @@ def _native(plan: Plan) -> _llm.Model:
 
 def _cache_values(spec: DecoderSpec) -> int:
     """The number of values that one token takes in the cache, at most."""
-    return sum(each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers)
+    return sum(each.kv_heads * (each.head_dim + each.value_dim) for each in _attentions(spec))
+
+
+def _attentions(spec: DecoderSpec) -> list[Attention]:
+    return [layer.attention for layer in spec.layers if layer.attention is not None]
 
 
 def _row_slices(tokens: int, every: int) -> Sequence[tuple[int, int]]:
@@ -312,13 +319,18 @@ def _row_slices(tokens: int, every: int) -> Sequence[tuple[int, int]]:
     return [(0, tokens), *((each, each + 1) for each in range(tokens, every))]
 
 
-def _module_logits(twin: Any, ids_BT: torch.Tensor, tokens: int) -> torch.Tensor:
-    found, cache = [], None
+def _module_logits(twin: Any, ids_BT: torch.Tensor, tokens: int, recurrent: bool) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    past: dict[str, Any] = {}
+    # Mamba's models have a name of their own for the cache, and those of hybrids do not count what is in it.
+    counts = recurrent and "position_ids" in inspect.signature(twin.forward).parameters
     with torch.inference_mode():
         twin(ids_BT[:, :1], use_cache=False)  # frequencies of rotary positions may be those of an earlier, longer text
         for first, last in _row_slices(tokens, ids_BT.shape[1]):
-            output = twin(ids_BT[:, first:last], past_key_values=cache, use_cache=tokens < ids_BT.shape[1])
-            cache = output.past_key_values
+            output = twin(ids_BT[:, first:last], use_cache=tokens < ids_BT.shape[1], **past)
+            past = {name: output[name] for name in ("past_key_values", "cache_params") if output.get(name) is not None}
+            if counts and past:
+                past["position_ids"] = torch.arange(last, last + 1)[None].expand(len(ids_BT), 1)
             found.append(output.logits.float())
     return torch.cat(found, 1)
 

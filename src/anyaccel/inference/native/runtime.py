@@ -382,9 +382,10 @@ def logits_error(dtype: object) -> ModelError:
 
 
 def cache_bytes(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> int:
-    """The bytes of keys and values of a batch: `copies` answers of `new` tokens to prompts of these lengths."""
+    """The bytes of keys, values and states of a batch: `copies` answers of `new` tokens to prompts of these lengths."""
+    model = native.model
     pages = sum(-(-(length + new) // PAGE) + (copies - 1) * (-(-new // PAGE) + 1) for length in prompts)
-    return pages * PAGE * native.model.cache_bytes_per_token()
+    return pages * PAGE * model.cache_bytes_per_token() + len(prompts) * copies * model.cache_bytes_per_state()
 
 
 def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:

@@ -17,7 +17,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Moe
+from anyaccel.inference.spec.decoder import (
+    Attention,
+    DecoderSpec,
+    Layer,
+    LinearAttention,
+    Mlp,
+    Moe,
+    Recurrent,
+    ShortConv,
+)
 from anyaccel.inference.spec.partition import HeadShard, split_evenly, split_features, split_heads
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -56,21 +65,52 @@ def _mlp(mlp: Mlp, rank: int, size: int) -> Mlp:
     return replace(mlp, features=len(split_features(mlp.features, size)[rank]))
 
 
-def _layer(layer: Layer, rank: int, size: int) -> Layer:
-    attention = layer.attention
+def _attention(attention: Attention, rank: int, size: int) -> Attention:
     heads = _heads(attention, rank, size)
-    own = replace(
+    return replace(
         attention,
         heads=len(heads.query),
         kv_heads=len(heads.key_value),
         kv_copies=sum(_heads(attention, other, size).key_value == heads.key_value for other in range(size)),
         alibi=tuple(attention.alibi[heads.query.start : heads.query.stop]),
     )
+
+
+def _linear_heads(mixer: LinearAttention, rank: int, size: int) -> HeadShard:
+    return split_heads(mixer.heads, mixer.key_heads, size)[rank]
+
+
+def _recurrent(mixer: Recurrent, rank: int, size: int) -> Recurrent:
+    if isinstance(mixer, ShortConv):
+        return replace(mixer, channels=len(split_features(mixer.channels, size)[rank]))
+    heads = _linear_heads(mixer, rank, size)
+    own, width = len(heads.query) * mixer.value_dim, mixer.norm_width
+    if mixer.norm is not None and own % width and width != mixer.heads * mixer.value_dim:
+        raise UsageError(
+            f"tensor_parallel tp_size={size}: norms of {width} values of linear attention would be divided; use a "
+            f"tp_size that divides {mixer.heads * mixer.value_dim // width}"
+        )
+    return replace(
+        mixer,
+        heads=len(heads.query),
+        key_heads=len(heads.key_value),
+        key_copies=sum(_linear_heads(mixer, other, size).key_value == heads.key_value for other in range(size)),
+    )
+
+
+def _layer(layer: Layer, rank: int, size: int) -> Layer:
     mlp = layer.mlp
     if isinstance(mlp, Moe):
         shared = None if mlp.shared is None else _mlp(mlp.shared, rank, size)
-        return replace(layer, attention=own, mlp=replace(mlp, expert=_mlp(mlp.expert, rank, size), shared=shared))
-    return replace(layer, attention=own, mlp=_mlp(mlp, rank, size))
+        mlp = replace(mlp, expert=_mlp(mlp.expert, rank, size), shared=shared)
+    elif mlp is not None:
+        mlp = _mlp(mlp, rank, size)
+    return replace(
+        layer,
+        attention=layer.attention and _attention(layer.attention, rank, size),
+        recurrent=layer.recurrent and _recurrent(layer.recurrent, rank, size),
+        mlp=mlp,
+    )
 
 
 def shard(spec: DecoderSpec, rank: int, size: int) -> DecoderSpec:
@@ -109,7 +149,64 @@ def slices(spec: DecoderSpec, rank: int, size: int) -> dict[str, WeightSlice]:
 
 
 def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
-    a = layer.attention
+    if layer.attention is not None:
+        yield from _attention_slices(layer.attention, rank, size)
+    if layer.recurrent is not None:
+        kind = _short_conv_slices if isinstance(layer.recurrent, ShortConv) else _linear_slices
+        for name, part in kind(layer.recurrent, rank, size):  # type: ignore[arg-type]
+            yield f"mixer.{name}", part
+        if rank > 0:
+            yield "mixer.out.bias", WeightSlice((), zero=True)
+    if isinstance(layer.mlp, Mlp):
+        yield from _mlp_slices("mlp", layer.mlp, rank, size)
+    if not isinstance(layer.mlp, Moe):
+        return
+    for expert in range(layer.mlp.experts):
+        yield from _mlp_slices(f"experts.{expert}", layer.mlp.expert, rank, size)
+    if layer.mlp.shared is not None:
+        yield from _mlp_slices("shared", layer.mlp.shared, rank, size)
+
+
+def _short_conv_slices(mixer: ShortConv, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    part = split_features(mixer.channels, size)[rank]
+    rows = WeightSlice(tuple(_scaled(part, 1, which * mixer.channels) for which in range(3)))
+    yield "in", rows
+    yield "in.bias", rows
+    yield "conv.weight", WeightSlice((_scaled(part, mixer.kernel),))
+    yield "conv.bias", WeightSlice((part,))
+    yield "out", WeightSlice((), part)
+
+
+def _linear_slices(mixer: LinearAttention, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    heads = _linear_heads(mixer, rank, size)
+    keys, values = mixer.key_heads * mixer.key_dim, mixer.heads * mixer.value_dim
+    own_values = _scaled(heads.query, mixer.value_dim)
+    convolved = (
+        _scaled(heads.key_value, mixer.key_dim),
+        _scaled(heads.key_value, mixer.key_dim, keys),
+        _scaled(heads.query, mixer.value_dim, 2 * keys),
+    )
+    gate = _scaled(heads.query, mixer.value_dim, 2 * keys + values)
+    rows = WeightSlice((*convolved, gate) if mixer.gate else convolved)
+    steps = WeightSlice((heads.query, _scaled(heads.query, 1, mixer.heads)))
+    if mixer.strength == "step":
+        steps = WeightSlice((heads.query,))
+    for suffix in ("", ".bias"):
+        yield f"in{suffix}", rows
+        yield f"steps{suffix}", steps
+    yield (
+        "conv.weight",
+        WeightSlice(tuple(range(each.start * mixer.kernel, each.stop * mixer.kernel) for each in convolved)),
+    )
+    yield "conv.bias", WeightSlice(convolved)
+    for name in ("rate", "step_bias", "skip"):
+        yield name, WeightSlice((heads.query,))
+    if not mixer.norm_shared:
+        yield "norm.weight", WeightSlice((own_values,))
+    yield "out", WeightSlice((), own_values)
+
+
+def _attention_slices(a: Attention, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
     heads = _heads(a, rank, size)
     if a.mla is not None:
         yield "q_b", WeightSlice((_scaled(heads.query, a.head_dim),))
@@ -120,13 +217,15 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
         yield "qkv.bias", own
     else:
         keys = a.heads * a.head_dim
-        own = WeightSlice(
-            (
-                _scaled(heads.query, a.head_dim),
-                _scaled(heads.key_value, a.head_dim, keys),
-                _scaled(heads.key_value, a.value_dim, keys + a.kv_heads * a.head_dim),
-            )
-        )
+        values = keys + a.kv_heads * a.head_dim
+        rows = [
+            _scaled(heads.query, a.head_dim),
+            _scaled(heads.key_value, a.head_dim, keys),
+            _scaled(heads.key_value, a.value_dim, values),
+        ]
+        if a.gated:
+            rows.append(_scaled(heads.query, a.value_dim, values + a.kv_heads * a.value_dim))
+        own = WeightSlice(tuple(rows))
         yield "qkv", own
         yield "qkv.bias", own
     if a.qk_norm is not None and (a.qk_norm.across or a.qk_norm.own_weights):
@@ -137,13 +236,6 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
     yield "o", WeightSlice((), _scaled(heads.query, a.value_dim))
     if rank > 0:
         yield "o.bias", WeightSlice((), zero=True)
-    if isinstance(layer.mlp, Mlp):
-        yield from _mlp_slices("mlp", layer.mlp, rank, size)
-        return
-    for expert in range(layer.mlp.experts):
-        yield from _mlp_slices(f"experts.{expert}", layer.mlp.expert, rank, size)
-    if layer.mlp.shared is not None:
-        yield from _mlp_slices("shared", layer.mlp.shared, rank, size)
 
 
 def _mlp_slices(name: str, mlp: Mlp, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
@@ -219,10 +311,11 @@ def stage_spec(spec: DecoderSpec, layers: Sequence[range], stage: int) -> Decode
         if spec.layer_inputs is not None:
             raise UsageError("pipeline_parallel: all layers of this model need the embedding; use tensor_parallel")
         for index in own:
-            if 0 <= spec.layers[index].attention.kv_layer < own.start:
+            attention = spec.layers[index].attention
+            if attention is not None and 0 <= attention.kv_layer < own.start:
                 raise UsageError(
-                    f"pipeline_parallel: layer {index} sees keys and values of layer "
-                    f"{spec.layers[index].attention.kv_layer}, which another stage has; use tensor_parallel"
+                    f"pipeline_parallel: layer {index} sees keys and values of layer {attention.kv_layer}, which another "
+                    "stage has; use tensor_parallel"
                 )
     return replace(
         spec,

@@ -96,6 +96,7 @@ class Attention:
             1 + growth * log(1 + floor((position + growth_first) / growth_from)), growth 0: not (Llama 4's temperature).
         value_norm: of each head's values.
         kv_layer: the number of the earlier layer, with as large heads, whose keys and values it sees; -1: its own.
+        gated: the result is multiplied by the sigmoid of a linear of the input (Qwen3-Next).
     """
 
     heads: int
@@ -120,6 +121,73 @@ class Attention:
     growth_first: int = 0
     value_norm: Norm | None = None
     kv_layer: int = -1
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2): out(c * conv(b * x)), where b, c and x are linear in the input.
+
+    Attributes:
+        kernel: tokens that the convolution sees, the present one among them; each channel is alone.
+        bias: of the linears and of the convolution.
+    """
+
+    channels: int
+    kernel: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Attention that has a matrix S [key_dim, value_dim] for each head in the place of keys and values.
+
+    S = decay * S + k (x) w, then out = scale * q S + skip * v. What is written is w = strength * v, or, with `delta`,
+    strength * (v - k decay S). A head's step is softplus(a + bias), its decay exp(-rate * step). This is Mamba-2's
+    state space (B, C and x are its k, q and v), and the gated delta rule.
+
+    Attributes:
+        heads: of values and states; consecutive ones share a head of queries and keys.
+        kernel: tokens that a causal convolution sees which q, k and v go through, each channel alone, SiLU behind it;
+            0: there is none.
+        delta: the delta rule.
+        strength: "step": the step; "sigmoid": of an input of its own, times `strength_scale`.
+        step_min, step_max: the step is clamped to them; step_max 0: no upper limit.
+        l2_norm: queries and keys have length 1.
+        skip: each head has a factor of its values.
+        gate: the result is multiplied by the SiLU of a linear of the input.
+        norm, norm_width: of so many consecutive values of the result, of all heads on all ranks.
+        norm_shared: all these have the same weights.
+        norm_first: the gate comes behind the norm.
+        key_copies: ranks that have the same heads of queries and keys as this one.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float = 1.0
+    kernel: int = 0
+    conv_bias: bool = False
+    delta: bool = False
+    strength: Literal["step", "sigmoid"] = "step"
+    strength_scale: float = 1.0
+    step_min: float = 0.0
+    step_max: float = 0.0
+    l2_norm: bool = False
+    skip: bool = False
+    gate: bool = True
+    norm: Norm | None = None
+    norm_width: int = 0
+    norm_shared: bool = False
+    norm_first: bool = False
+    in_bias: bool = False
+    out_bias: bool = False
+    key_copies: int = 1
+
+
+# What has a state of fixed size for each sequence, in the place of keys and values.
+Recurrent = ShortConv | LinearAttention
 
 
 @dataclass(frozen=True)
@@ -210,15 +278,18 @@ class InputGate:
 
 @dataclass(frozen=True)
 class Layer:
-    """h += r * post(attention(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
+    """h += r * post(mixer(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
+
+    The mixer is attention or a recurrent one; with both (Falcon-H1) it is their sum. A layer may have no mixer, or no
+    MLP; then that half is left out (Mamba, Nemotron-H).
 
     parallel: h += r * (attention(attn_norm(h)) + mlp(mlp_norm(h))); with mlp_norm None both read attn_norm's result.
     residual_from_norm: the residual is the norm's result (BLOOM's apply_residual_connection_post_layernorm).
     input_gate: behind the MLP. scaled: at last, h is multiplied by a learned number.
     """
 
-    attention: Attention
-    mlp: Mlp | Moe
+    attention: Attention | None
+    mlp: Mlp | Moe | None
     attn_norm: Norm | None = None
     attn_post_norm: Norm | None = None
     mlp_norm: Norm | None = None
@@ -228,6 +299,7 @@ class Layer:
     residual_from_norm: bool = False
     input_gate: InputGate | None = None
     scaled: bool = False
+    recurrent: Recurrent | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +343,11 @@ class DecoderSpec:
     stages: int = 1
     first_layer: int = 0
     layer_inputs: LayerInputs | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a sequence has a state beside its keys and values, or in their place."""
+        return any(layer.recurrent is not None for layer in self.layers)
 
 
 @dataclass(frozen=True)

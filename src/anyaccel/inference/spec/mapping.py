@@ -73,6 +73,8 @@ class At:
 
     @property
     def attention(self) -> Attention:
+        """Of a layer that has it."""
+        assert self.of_layer.attention is not None
         return self.of_layer.attention
 
     def name(self, module: str) -> str:

@@ -12,12 +12,14 @@ from anyaccel.inference.spec.decoder import (
     InputGate,
     Layer,
     LayerInputs,
+    LinearAttention,
     Mla,
     Mlp,
     Moe,
     Norm,
     QkNorm,
     Rope,
+    ShortConv,
 )
 
 # What a field of this name is made of; those of other names are norms.
@@ -52,5 +54,9 @@ def _made(name: str, value: Any) -> Any:
         return tuple(_made(name, each) for each in value) if name in _KINDS else tuple(value)
     if not isinstance(value, dict):
         return value
-    kind = Moe if "experts" in value else _KINDS.get(name, Norm)
+    kind = _KINDS.get(name, Norm)
+    if name == "mlp" and "experts" in value:
+        kind = Moe
+    if name == "recurrent":
+        kind = ShortConv if "channels" in value else LinearAttention
     return kind(**{field: _made(field, each) for field, each in value.items()})

@@ -38,11 +38,12 @@ class LocalDecoder:
 
     multi_step = True
 
-    def __init__(self, native: NativeModel, facts: ModelFacts) -> None:
+    def __init__(self, native: NativeModel, facts: ModelFacts, max_batch: int) -> None:
         self._slots: Slots | None = Slots(native.model)
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
-        self.cache_pages = native.model.cache_limit_bytes // self.page_bytes
-        check_pages(self.cache_pages, self.page_bytes)
+        states = max_batch * native.model.cache_bytes_per_state() // self.page_bytes
+        self.cache_pages = native.model.cache_limit_bytes // self.page_bytes - states
+        check_pages(self.cache_pages, self.page_bytes, states)
         self.shares = shares_prefixes(native)
         self.facts = limited(facts, self.cache_pages)
 
@@ -122,7 +123,8 @@ def open_decoder(
     spec = native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = served_context(native.spec.max_tokens, settings)
-    decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
+    facts = ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype)
+    decoder = LocalDecoder(native, facts, settings.max_batch)
     where = "one process and its accelerator"
     if native.runtime == "native":
         where = f"one process of {native.model.threads} threads"

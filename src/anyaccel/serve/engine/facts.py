@@ -69,17 +69,29 @@ class StepDecoder(Protocol):
 def shares_prefixes(native: NativeModel) -> bool:
     """Whether requests may share cached prefixes.
 
-    With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text.
+    With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text. A
+    recurrent state is that of the end of a text, and has no prefix.
     """
+    if native.model.cache_bytes_per_state() > 0:
+        return False
     return not any(rope.long_inv_freq or rope.dynamic_from for rope in native.spec.ropes)
 
 
-def check_pages(pages: int, page_bytes: int) -> None:
+def check_pages(pages: int, page_bytes: int, states: int = 0) -> None:
     """Check that the cache has room for at least one page.
+
+    Args:
+        states: pages that the recurrent states of all requests that run at once take beside.
 
     Raises:
         UsageError: it has not.
     """
+    if pages < 1 and states:
+        size = states * page_bytes / 2**20
+        raise UsageError(
+            f"the cache has no room for the recurrent states of all requests that may run at once, {size:.0f} MiB; "
+            "--max-batch sets how many there are, --cache-bytes the cache's size"
+        )
     if pages < 1:
         raise UsageError(
             f"the key/value cache has no room for a single page, {PAGE} tokens of {page_bytes} bytes in all; "

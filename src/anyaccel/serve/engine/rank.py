@@ -29,6 +29,7 @@ def serve(channel: Channel, rank: int, backend: Model) -> None:
         ends=backend.ends,
         page_bytes=page_bytes,
         cache_pages=native.model.cache_limit_bytes // page_bytes,
+        state_pages=native.model.cache_bytes_per_state() // page_bytes,
         shares=shares_prefixes(native),
         threads=native.model.threads,
     )

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+// The recurrent mixers of a layer: from the normed residual to the delta.
+#include <algorithm>
+#include <cmath>
+
+#include "llm/forward/step_thread.h"
+#include "llm/kernels/mixers.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr float kL2Eps = 1e-6f;
+constexpr int64_t kChannelUnit = 16;
+
+}  // namespace
+
+// The channels that this thread takes through the convolution: in small steps those whose inputs it has computed
+// itself, so that nobody waits.
+Range StepThread::channels_of(const Shape& in, int64_t channels) const noexcept {
+  Range own = rows_of(in);
+  if (!small_) {
+    const Range units = part_of((channels + kChannelUnit - 1) / kChannelUnit, thread_, threads_);
+    own = {units.begin * kChannelUnit, units.end * kChannelUnit};
+  }
+  return {std::min(own.begin, channels), std::min(own.end, channels)};
+}
+
+void StepThread::convolve_own(size_t index, Convolution conv, float* x, int64_t stride, Range channels) noexcept {
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t count = channels.end - channels.begin, all = weights.conv_channels;
+  conv.kernel = weights.kernel;
+  conv.taps = weights.taps.data() + channels.begin;
+  conv.tap_stride = all;
+  conv.bias = weights.conv_bias == nullptr ? nullptr : weights.conv_bias + channels.begin;
+  for (const Forward::Span& span : forward_.spans_) {
+    const int64_t at = span.row * stride + channels.begin;
+    Convolution here = conv;
+    if (conv.in_gate != nullptr) here.in_gate = conv.in_gate + at;
+    if (conv.out_gate != nullptr) here.out_gate = conv.out_gate + at;
+    float* state = span.state + forward_.states_.layers[index].window + channels.begin;
+    convolve(here, x + at, stride, span.tokens, count, state, all);
+  }
+}
+
+void StepThread::short_conv(size_t index, int which) noexcept {
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed);
+  const Input& in = input(weights.mix_in.w.shape(), x_, hidden_stride_, tokens_);
+  float* const mixed = shared_.mixed.get();
+  Convolution conv{};
+  for (const int which : {0, 1}) multiply_into(weights.mix_gates[which], in, shared_.mix_gates[which].get(), stride);
+  multiply_into(weights.mix_in, in, mixed, stride);
+  conv.in_gate = shared_.mix_gates[0].get();
+  conv.out_gate = shared_.mix_gates[1].get();
+  if (!small_) barrier(Work::mix_in);
+  convolve_own(index, conv, mixed, stride, channels_of(weights.mix_in.w.shape(), weights.conv_channels));
+  barrier(Work::mix);
+  fresh();
+  multiply_into(weights.mix_out, input(weights.mix_out.w.shape(), mixed, stride, tokens_), delta(which),
+                hidden_stride_);
+}
+
+// Queries and keys of some tokens of a head, ready to use, with their decays and strengths.
+LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int tokens) noexcept {
+  const LinearAttentionSpec& spec = *spec_.layers[index].linear_attention;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed), steps_stride = padded_stride(forward_.widths_.steps);
+  const int64_t key_stride = padded_stride(forward_.widths_.key_dim);
+  const int64_t keys = int64_t{spec.key_heads} * spec.key_dim;
+  const int64_t key_head = head / (spec.heads / spec.key_heads);
+  float* const q = own_.head_keys.get();
+  float* const k = q + kHeadTokens * key_stride;
+  float* const decay = k + kHeadTokens * key_stride;
+  float* const strength = decay + kHeadTokens;
+  const float* const mixed = shared_.mixed.get() + row * stride;
+  const float rate = std::exp(weights.rate[head]), step_bias = weights.step_bias[head];
+  for (int t = 0; t < tokens; ++t) {
+    const float* from = mixed + t * stride + key_head * spec.key_dim;
+    for (const bool key : {false, true}) {
+      float* const to = (key ? k : q) + t * key_stride;
+      const float factor = key ? 1.0f : spec.scale;
+      const float* const raw = from + (key ? keys : 0);
+      if (spec.l2_norm) {
+        l2_norm(raw, spec.key_dim, kL2Eps, factor, to);
+      } else {
+        std::copy(raw, raw + spec.key_dim, to);
+        if (factor != 1.0f) scale(to, factor, spec.key_dim);
+      }
+    }
+    const float* inputs = shared_.steps.get() + (row + t) * steps_stride + head;
+    float step = std::max(softplus(inputs[0] + step_bias), spec.step_min);
+    if (spec.step_max > 0) step = std::min(step, spec.step_max);
+    decay[t] = std::exp(-rate * step);
+    strength[t] =
+        spec.strength == LinearAttentionSpec::Strength::step ? step : spec.strength_scale * sigmoid(inputs[spec.heads]);
+  }
+  LinearHead result{};
+  result.key_dim = spec.key_dim;
+  result.value_dim = spec.value_dim;
+  result.delta = spec.delta;
+  result.tokens = tokens;
+  result.q = q;
+  result.k = k;
+  result.key_stride = key_stride;
+  result.v = mixed + 2 * keys + head * spec.value_dim;
+  result.value_stride = stride;
+  result.decay = decay;
+  result.strength = strength;
+  result.skip = weights.skip == nullptr ? 0.0f : weights.skip[head];
+  result.out_stride = padded_stride(forward_.widths_.mixer_out);
+  result.out = shared_.mixer_out.get() + row * result.out_stride + head * spec.value_dim;
+  return result;
+}
+
+// All heads of all sequences, every thread some of them; a head's gate too, and its norm where that is its own.
+void StepThread::attend_heads(size_t index) noexcept {
+  const LinearAttentionSpec& spec = *spec_.layers[index].linear_attention;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed);
+  const float* const gates = shared_.mixed.get() + conv_channels(spec);
+  const auto& spans = forward_.spans_;
+  const Range own = part_of(static_cast<int64_t>(spans.size()) * spec.heads, thread_, threads_);
+  for (int64_t item = own.begin; item < own.end; ++item) {
+    const Forward::Span& span = spans[static_cast<size_t>(item / spec.heads)];
+    const int64_t head = item % spec.heads, first = head * spec.value_dim;
+    float* const state = span.state + forward_.states_.layers[index].matrices + head * spec.key_dim * spec.value_dim;
+    Norm of_head = weights.mix_norm;
+    if (of_head.weight != nullptr && !spec.norm_shared) of_head.weight += first;
+    for (int64_t done = 0; done < span.tokens; done += kHeadTokens) {
+      const int tokens = static_cast<int>(std::min<int64_t>(kHeadTokens, span.tokens - done));
+      LinearHead part = prepare_head(index, head, span.row + done, tokens);
+      part.state = state;
+      attend_linearly(part);
+      for (int t = 0; t < tokens; ++t) {
+        float* const out = part.out + t * part.out_stride;
+        if (spec.norm_first) norm(of_head, out, spec.value_dim, out);
+        if (spec.gate)
+          activate(Activation::silu, gates + (span.row + done + t) * stride + first, out, spec.value_dim, out);
+      }
+    }
+  }
+}
+
+// The norm over several heads: in small steps every thread norms all tokens for itself.
+const float* StepThread::norm_mixed(size_t index) noexcept {
+  const LinearAttentionSpec& spec = *spec_.layers[index].linear_attention;
+  const Norm& whole = weights_.layers[index].mix_norm;
+  const int64_t stride = padded_stride(forward_.widths_.mixer_out), width = result_width(spec);
+  float* const from = shared_.mixer_out.get();
+  float* const to = small_ ? own_.mixer_out.get() : from;
+  const bool across = spec.norm_width > width;  // other ranks have a part of it
+  if (across) {
+    const Range part = part_of(tokens_, thread_, threads_);
+    float* const sums = forward_.ranks_->slot(spec_.rank, turn_);
+    for (int64_t t = part.begin; t < part.end; ++t) {
+      double squares = 0;
+      for (int64_t i = 0; i < width; ++i)
+        squares += static_cast<double>(from[t * stride + i]) * static_cast<double>(from[t * stride + i]);
+      sums[t] = static_cast<float>(squares);
+    }
+    exchange(Work::mix, {tokens_, 0});
+  }
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    const float* const x = from + t * stride;
+    float* const y = to + t * stride;
+    if (across) {
+      double squares = 0;
+      for (int rank = 0; rank < forward_.ranks_->size(); ++rank)
+        squares += static_cast<double>(forward_.ranks_->slot(rank, pending_turn_)[t]);
+      const double mean = squares / static_cast<double>(spec.norm_width);
+      const auto factor = static_cast<float>(1.0 / std::sqrt(mean + static_cast<double>(whole.eps)));
+      for (int64_t i = 0; i < width; ++i) y[i] = x[i] * factor * (whole.weight == nullptr ? 1.0f : whole.weight[i]);
+      continue;
+    }
+    for (int64_t first = 0; first < width; first += spec.norm_width) {
+      Norm part = whole;
+      if (part.weight != nullptr && !spec.norm_shared) part.weight += first;
+      norm(part, x + first, spec.norm_width, y + first);
+    }
+  }
+  return to;
+}
+
+void StepThread::linear_attention(size_t index, int which) noexcept {
+  const LinearAttentionSpec& spec = *spec_.layers[index].linear_attention;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed);
+  float* const mixed = shared_.mixed.get();
+  const Shape& shape = weights.mix_in.w.shape();
+  multiply_into(weights.mix_in, input(shape, x_, hidden_stride_, tokens_), mixed, stride);
+  multiply_into(weights.mix_steps, input(weights.mix_steps.w.shape(), x_, hidden_stride_, tokens_), shared_.steps.get(),
+                padded_stride(forward_.widths_.steps));
+  if (spec.kernel > 0) {
+    if (!small_) barrier(Work::mix_in);
+    Convolution conv{};
+    conv.silu = true;
+    convolve_own(index, conv, mixed, stride, channels_of(shape, weights.conv_channels));
+  }
+  barrier(Work::mix_in);
+  attend_heads(index);
+  barrier(Work::mix);
+  const float* result = shared_.mixer_out.get();
+  if (spec.norm && !spec.norm_first) result = norm_mixed(index);
+  fresh();
+  const int64_t result_stride = padded_stride(forward_.widths_.mixer_out);
+  multiply_into(weights.mix_out, input(weights.mix_out.w.shape(), result, result_stride, tokens_), delta(which),
+                hidden_stride_);
+}
+
+}  // namespace anyaccel::llm

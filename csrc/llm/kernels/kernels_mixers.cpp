@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/kernels/kernels_mixers.h"
+
+#include "simd/pick.h"
+#include "simd/simd.h"
+
+namespace anyaccel::llm {
+namespace {
+
+using namespace simd::ANYACCEL_ISA_VARIANT;
+using simd::ANYACCEL_ISA_VARIANT::add;
+using simd::ANYACCEL_ISA_VARIANT::sigmoid;
+
+struct Whole {
+  static Vec get(const float* p) { return load(p); }
+  static void put(float* p, Vec v) { store(p, v); }
+};
+// The short vector at the end.
+struct Part {
+  int64_t count;
+  Vec get(const float* p) const { return load_n(p, count, broadcast(0.0f)); }
+  void put(float* p, Vec v) const { store_n(p, count, v); }
+};
+
+// --- the convolution
+
+// One vector of channels through all tokens. The window's oldest value is first; kTaps 0: as many as conv says.
+template <int kTaps, class Io>
+void convolve_vector(const Convolution& conv, Io io, int64_t at, float* x, int64_t stride, int64_t tokens, float* state,
+                     int64_t state_stride) {
+  const int taps = kTaps > 0 ? kTaps : conv.kernel;
+  Vec window[kTaps > 0 ? kTaps : kMostTaps], weight[kTaps > 0 ? kTaps : kMostTaps];
+  for (int j = 0; j < taps; ++j) weight[j] = io.get(conv.taps + j * conv.tap_stride + at);
+  for (int j = 0; j + 1 < taps; ++j) window[j] = io.get(state + j * state_stride + at);
+  const Vec bias = conv.bias == nullptr ? broadcast(0.0f) : io.get(conv.bias + at);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* row = x + t * stride + at;
+    Vec in = io.get(row);
+    if (conv.in_gate != nullptr) in = mul(in, io.get(conv.in_gate + t * stride + at));
+    window[taps - 1] = in;
+    Vec out = bias;
+    for (int j = 0; j < taps; ++j) out = fma(window[j], weight[j], out);
+    for (int j = 0; j + 1 < taps; ++j) window[j] = window[j + 1];
+    if (conv.silu) out = mul(out, sigmoid(out));
+    if (conv.out_gate != nullptr) out = mul(out, io.get(conv.out_gate + t * stride + at));
+    io.put(row, out);
+  }
+  for (int j = 0; j + 1 < taps; ++j) io.put(state + j * state_stride + at, window[j]);
+}
+
+template <int kTaps>
+void convolve_taps(const Convolution& conv, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+                   int64_t state_stride) {
+  int64_t at = 0;
+  for (; at + kLanes <= channels; at += kLanes)
+    convolve_vector<kTaps>(conv, Whole{}, at, x, stride, tokens, state, state_stride);
+  if (at < channels) convolve_vector<kTaps>(conv, Part{channels - at}, at, x, stride, tokens, state, state_stride);
+}
+
+void convolve_rows(const Convolution& conv, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+                   int64_t state_stride) {
+  switch (conv.kernel) {
+    case 3:
+      return convolve_taps<3>(conv, x, stride, tokens, channels, state, state_stride);
+    case 4:
+      return convolve_taps<4>(conv, x, stride, tokens, channels, state, state_stride);
+    default:
+      return convolve_taps<0>(conv, x, stride, tokens, channels, state, state_stride);
+  }
+}
+
+// --- linear attention
+
+// kWide vectors of columns of the state, which stay in the first cache from token to token. Sums over keys go into two
+// accumulators, so that enough of them are under way at a time.
+template <int kWide, class Io>
+void attend_columns(const LinearHead& h, Io io, int64_t at) {
+  const int64_t n = h.value_dim;
+  for (int t = 0; t < h.tokens; ++t) {
+    const float* q = h.q + t * h.key_stride;
+    const float* k = h.k + t * h.key_stride;
+    const float* v = h.v + t * h.value_stride + at;
+    float* const state = h.state + at;
+    const Vec decay = broadcast(h.decay[t]), strength = broadcast(h.strength[t]);
+    Vec written[kWide], even[kWide], odd[kWide];
+    for (int w = 0; w < kWide; ++w) written[w] = io.get(v + w * kLanes);
+    if (h.delta) {
+      for (int w = 0; w < kWide; ++w) even[w] = odd[w] = broadcast(0.0f);
+      int i = 0;
+      for (; i + 1 < h.key_dim; i += 2) {
+        const Vec a = broadcast(k[i]), b = broadcast(k[i + 1]);
+        for (int w = 0; w < kWide; ++w) even[w] = fma(io.get(state + i * n + w * kLanes), a, even[w]);
+        for (int w = 0; w < kWide; ++w) odd[w] = fma(io.get(state + (i + 1) * n + w * kLanes), b, odd[w]);
+      }
+      if (i < h.key_dim)
+        for (int w = 0; w < kWide; ++w) even[w] = fma(io.get(state + i * n + w * kLanes), broadcast(k[i]), even[w]);
+      for (int w = 0; w < kWide; ++w) written[w] = fnma(add(even[w], odd[w]), decay, written[w]);
+    }
+    const Vec skip = broadcast(h.skip);
+    for (int w = 0; w < kWide; ++w) {
+      written[w] = mul(written[w], strength);
+      even[w] = h.skip == 0 ? broadcast(0.0f) : mul(skip, io.get(v + w * kLanes));
+      odd[w] = broadcast(0.0f);
+    }
+    const auto row = [&](int i, Vec* sum) {
+      const Vec key = broadcast(k[i]), query = broadcast(q[i]);
+      float* const s = state + i * n;
+      for (int w = 0; w < kWide; ++w) {
+        const Vec next = fma(key, written[w], mul(io.get(s + w * kLanes), decay));
+        io.put(s + w * kLanes, next);
+        sum[w] = fma(query, next, sum[w]);
+      }
+    };
+    int i = 0;
+    for (; i + 1 < h.key_dim; i += 2) {
+      row(i, even);
+      row(i + 1, odd);
+    }
+    if (i < h.key_dim) row(i, even);
+    float* const out = h.out + t * h.out_stride + at;
+    for (int w = 0; w < kWide; ++w) io.put(out + w * kLanes, add(even[w], odd[w]));
+  }
+}
+
+void attend_head(const LinearHead& h) {
+  int64_t at = 0;
+  for (; at + 4 * kLanes <= h.value_dim; at += 4 * kLanes) attend_columns<4>(h, Whole{}, at);
+  for (; at + kLanes <= h.value_dim; at += kLanes) attend_columns<1>(h, Whole{}, at);
+  if (at < h.value_dim) attend_columns<1>(h, Part{h.value_dim - at}, at);
+}
+
+constexpr MixerKernels kKernels{convolve_rows, attend_head};
+
+}  // namespace
+}  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::MixerKernels, anyaccel::llm::kKernels)

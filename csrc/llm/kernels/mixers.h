@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// What recurrent mixers compute beside products of matrices: the causal convolution, and linear attention.
+//
+// Each result depends on the tokens before it only, and never on how many of them pass in a call: the sums are the same
+// ones in the same order, for a token alone and for a whole prompt.
+#pragma once
+
+#include <cstdint>
+
+namespace anyaccel::llm {
+
+constexpr int kMostTaps = 16;  // tokens that a convolution sees
+
+// A causal convolution of each channel alone, in place: x[t] = out_gate[t] * act(bias + sum taps[j] * y[t - j']), where
+// y[t] = in_gate[t] * x[t] and taps[kernel - 1] is of token t itself.
+struct Convolution {
+  int kernel;
+  const float* taps;  // [kernel, channels]
+  int64_t tap_stride;
+  const float* bias;      // [channels], or null
+  bool silu;              // the activation, or none
+  const float* in_gate;   // as x, or null
+  const float* out_gate;  // as x, or null
+};
+// x, the gates and the state [kernel - 1, channels] of y, oldest first, begin at the first of `channels`.
+void convolve(const Convolution& conv, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+              int64_t state_stride) noexcept;
+
+// Tokens of one head of linear attention; see LinearAttention in spec/decoder.py. Queries and keys are ready to use.
+struct LinearHead {
+  int key_dim, value_dim;
+  bool delta;
+  int tokens;
+  const float* q;  // [tokens, key_dim]
+  const float* k;
+  int64_t key_stride;
+  const float* v;  // [tokens, value_dim]
+  int64_t value_stride;
+  const float* decay;     // [tokens]
+  const float* strength;  // [tokens]
+  float skip;             // of the values; 0: none
+  float* state;           // [key_dim, value_dim]
+  float* out;             // [tokens, value_dim]
+  int64_t out_stride;
+};
+void attend_linearly(const LinearHead& head) noexcept;
+
+// out = scale * x / sqrt(sum of squares + eps)
+void l2_norm(const float* x, int64_t n, float eps, float scale, float* out) noexcept;
+// log(1 + exp(x))
+float softplus(float x) noexcept;
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// The causal convolution and linear attention in every instruction set, against double precision, and a token at a
+// time against all at once: these have the same bits.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "llm/kernels/kernels_mixers.h"
+#include "simd/pick.h"
+
+namespace {
+
+using namespace anyaccel;
+using namespace anyaccel::llm;
+
+std::mt19937 generator(7);
+
+// Of exactly n floats, so that a sanitizer sees a read or write beyond.
+std::vector<float> random(int64_t n, float scale = 1.0f) {
+  std::vector<float> result(static_cast<size_t>(n));
+  std::normal_distribution<float> normal(0.0f, scale);
+  for (float& value : result) value = normal(generator);
+  return result;
+}
+
+bool close(const std::vector<float>& got, const std::vector<double>& want) {
+  double largest = 0, difference = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    largest = std::max(largest, std::abs(want[i]));
+    difference = std::max(difference, std::abs(static_cast<double>(got[i]) - want[i]));
+  }
+  return difference <= 1e-5 * largest;
+}
+
+void test_convolution(const MixerKernels& kernels, int kernel, int64_t channels, bool gates) {
+  constexpr int64_t kTokens = 11;
+  const std::vector<float> x = random(kTokens * channels), in = random(kTokens * channels),
+                           out = random(kTokens * channels), taps = random(kernel * channels), bias = random(channels),
+                           before = random((kernel - 1) * channels);
+  Convolution conv{kernel, taps.data(), channels, bias.data(), !gates, nullptr, nullptr};
+  if (gates) {
+    conv.in_gate = in.data();
+    conv.out_gate = out.data();
+  }
+  std::vector<double> want(x.size()), seen(before.begin(), before.end());
+  for (size_t i = 0; i < x.size(); ++i)
+    seen.push_back(gates ? static_cast<double>(x[i]) * static_cast<double>(in[i]) : static_cast<double>(x[i]));
+  for (int64_t t = 0; t < kTokens; ++t)
+    for (int64_t c = 0; c < channels; ++c) {
+      const auto i = static_cast<size_t>(t * channels + c);
+      double sum = static_cast<double>(bias[static_cast<size_t>(c)]);
+      for (int64_t j = 0; j < kernel; ++j)
+        sum += static_cast<double>(taps[static_cast<size_t>(j * channels + c)]) *
+               seen[static_cast<size_t>((t + j) * channels + c)];
+      want[i] = gates ? sum * static_cast<double>(out[i]) : sum / (1 + std::exp(-sum));
+    }
+  std::vector<float> all = x, state = before;
+  kernels.convolve(conv, all.data(), channels, kTokens, channels, state.data(), channels);
+  CHECK(close(all, want));
+  CHECK(close(state, {seen.end() - static_cast<ptrdiff_t>(before.size()), seen.end()}));
+
+  std::vector<float> each = x, own = before;
+  for (int64_t t = 0; t < kTokens; ++t) {
+    Convolution here = conv;
+    if (gates) {
+      here.in_gate += t * channels;
+      here.out_gate += t * channels;
+    }
+    kernels.convolve(here, each.data() + t * channels, channels, 1, channels, own.data(), channels);
+  }
+  CHECK(each == all && own == state);
+}
+
+void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_dim, bool delta) {
+  constexpr int kTokens = 9;
+  const float size = 1.0f / std::sqrt(static_cast<float>(key_dim));
+  const std::vector<float> q = random(kTokens * key_dim, size), k = random(kTokens * key_dim, size),
+                           v = random(kTokens * value_dim), before = random(int64_t{key_dim} * value_dim);
+  const std::vector<float> decay(kTokens, 0.9f), strength(kTokens, 0.6f);
+  LinearHead head{};
+  head.key_dim = key_dim;
+  head.value_dim = value_dim;
+  head.delta = delta;
+  head.key_stride = key_dim;
+  head.value_stride = head.out_stride = value_dim;
+  head.decay = decay.data();
+  head.strength = strength.data();
+  head.skip = delta ? 0.0f : 0.3f;
+
+  std::vector<double> s(before.begin(), before.end()), want;
+  for (int t = 0; t < kTokens; ++t)
+    for (int j = 0; j < value_dim; ++j) {
+      const auto at = [&](int i) -> double& { return s[static_cast<size_t>(i * value_dim + j)]; };
+      const auto key = [&](int i) { return static_cast<double>(k[static_cast<size_t>(t * key_dim + i)]); };
+      const auto value = static_cast<double>(v[static_cast<size_t>(t * value_dim + j)]);
+      double known = 0, result = static_cast<double>(head.skip) * value;
+      for (int i = 0; i < key_dim; ++i) {
+        at(i) *= static_cast<double>(0.9f);
+        known += key(i) * at(i);
+      }
+      const double written = static_cast<double>(0.6f) * (value - (delta ? known : 0.0));
+      for (int i = 0; i < key_dim; ++i) {
+        at(i) += key(i) * written;
+        result += static_cast<double>(q[static_cast<size_t>(t * key_dim + i)]) * at(i);
+      }
+      want.push_back(result);
+    }
+  const auto run = [&](int step, std::vector<float>& state) {
+    std::vector<float> out(static_cast<size_t>(kTokens * value_dim));
+    for (int t = 0; t < kTokens; t += step) {
+      LinearHead part = head;
+      part.tokens = step;
+      part.q = q.data() + t * key_dim;
+      part.k = k.data() + t * key_dim;
+      part.v = v.data() + t * value_dim;
+      part.state = state.data();
+      part.out = out.data() + t * value_dim;
+      kernels.attend_linearly(part);
+    }
+    return out;
+  };
+  std::vector<float> state = before, own = before;
+  const std::vector<float> all = run(kTokens, state), each = run(1, own);
+  CHECK(close(all, want) && close(state, s));
+  CHECK(each == all && own == state);
+}
+
+}  // namespace
+
+int main() {
+  for (const Isa isa : {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
+    if (!can_run(isa) || (kQuick && isa != highest_of_every_kernel(selected_isa()))) continue;
+    const MixerKernels& kernels = anyaccel::pick<MixerKernels>(isa);
+    for (const int kernel : {1, 2, 3, 4, 7, kMostTaps})
+      for (const int64_t channels : {1, 8, 17, 64, 100})
+        for (const bool gates : {false, true}) test_convolution(kernels, kernel, channels, gates);
+    for (const auto& [key_dim, value_dim] : {std::pair{1, 1}, {7, 5}, {16, 16}, {33, 40}, {128, 128}, {64, 100}})
+      for (const bool delta : {false, true}) test_linear_attention(kernels, key_dim, value_dim, delta);
+    std::printf("%s: passed\n", isa_name(isa));
+  }
+  return 0;
+}
