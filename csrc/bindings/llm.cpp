@@ -283,6 +283,7 @@ void bind_request(nb::module_& m) {
       .def("extend", &Request::extend, nb::arg("tokens"), nb::arg("max_new_tokens") = 0, no_gil)
       .def("share", &Request::share, nb::arg("other"), nb::arg("tokens"), no_gil)
       .def("shrink", &Request::shrink, nb::arg("tokens"), no_gil)
+      .def("keep", &Request::keep, nb::arg("tokens"), no_gil)
       .def_prop_ro("cached", &Request::cached, no_gil)
       .def(
           "set_mask",

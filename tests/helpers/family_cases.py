@@ -736,6 +736,7 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             n_routed_experts=4,
             moe_intermediate_size=24,
             moe_shared_expert_intermediate_size=32,
+            routed_scaling_factor=0.5,
         ),
     ),
 }

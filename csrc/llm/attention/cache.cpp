@@ -168,12 +168,18 @@ void KvCache::Impl::shrink() {
 
 namespace {
 
+// Null: that of no tokens.
+std::shared_ptr<CacheState> kept_at(const CacheSequence& sequence, int64_t tokens) {
+  for (const KeptState& kept : sequence.kept)
+    if (kept.tokens == tokens) return kept.state;
+  return nullptr;
+}
+
 // The state of a sequence of `length` tokens becomes that of its first ones, of which there is one.
 void go_back(CacheSequence& sequence, int64_t length, int64_t tokens) {
   if (tokens == length) return;
   while (!sequence.kept.empty() && sequence.kept.back().tokens > tokens) sequence.kept.pop_back();
-  const bool kept = !sequence.kept.empty() && sequence.kept.back().tokens == tokens;
-  sequence.state = kept ? sequence.kept.back().state : nullptr;
+  sequence.state = kept_at(sequence, tokens);
 }
 
 }  // namespace
@@ -246,9 +252,7 @@ int KvCache::fork(int sequence, int64_t tokens) {
   try {
     to.pages.assign(from.pages.begin(), from.pages.begin() + pages_of(tokens));
     to.data.assign(from.data.begin(), from.data.begin() + pages_of(tokens));
-    to.kept = from.kept;
-    to.state = from.state;
-    go_back(to, from.length, tokens);
+    to.state = tokens == from.length ? from.state : kept_at(from, tokens);
   } catch (...) {
     impl_->sequences.erase(copy);
     throw;
@@ -283,13 +287,12 @@ int64_t KvCache::reachable(int sequence, int64_t tokens) const {
   return last;
 }
 
-void KvCache::keep(int sequence, bool more) {
+void KvCache::keep(int sequence, bool anyway) {
   CacheSequence& state = impl_->sequences.at(sequence);
-  // Such states are worth something only while there is memory to spare.
   if (state.state == nullptr || (!state.kept.empty() && state.kept.back().tokens == state.length)) return;
-  if (!more && !state.kept.empty()) state.kept.pop_back();
-  if (impl_->left() > 2 * impl_->state_pages + impl_->limit_pages() / 8)
-    state.kept.push_back({state.length, state.state});
+  if (!anyway && impl_->left() <= 2 * impl_->state_pages + impl_->limit_pages() / 8) return;
+  if (state.kept.size() == 2) state.kept.pop_back();
+  state.kept.push_back({state.length, state.state});
 }
 
 float* KvCache::state(int sequence) const { return impl_->at(sequence).state->data; }

@@ -17,9 +17,9 @@ class Sequences {
   // A sequence that has a recurrent state has one for its end, and where it was kept: fork() and truncate() go to these
   // places and to the beginning only. The last one of them up to `tokens`; without such states, `tokens`.
   virtual int64_t reachable(int /*sequence*/, int64_t tokens) const { return tokens; }
-  // Keeps the state as it is now, behind the sequence's last token, as long as there is memory for one that changes.
-  // The one that was kept last is given up for it, unless `more`.
-  virtual void keep(int /*sequence*/, bool /*more*/) {}
+  // Keeps the state as it is now, behind the sequence's last token: of those that are kept the second one is given up
+  // for it. Not where memory is scarce, unless `anyway`.
+  virtual void keep(int /*sequence*/, bool /*anyway*/) {}
 
   // A new sequence with the first `tokens` tokens of another, whose memory is shared as far as that goes.
   virtual int fork(int sequence, int64_t tokens) = 0;

@@ -141,6 +141,7 @@ class Model {
     bool apart = false;
     int64_t start = 0;  // the sequence's length before
     int64_t keep = 0;   // the length at which its recurrent state is kept, where the run comes there
+    bool keep_anyway = false;  // however little memory there is
   };
 
   // --- what an executor gives; all is called with the lock held

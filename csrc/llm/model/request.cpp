@@ -179,7 +179,16 @@ void Request::shrink(int64_t tokens) {
   chosen_.clear();
   drafter_.reset();
   cached_ = tokens;
+  keep_ = std::min(keep_, tokens);
   go_back(tokens);
+}
+
+void Request::keep(int64_t tokens) {
+  const auto held = model_->lock();
+  if (tokens <= cached_ || tokens > static_cast<int64_t>(tokens_.size()))
+    throw UsageError("keep: behind " + std::to_string(tokens) + " tokens, and " + std::to_string(cached_) + " of " +
+                     std::to_string(tokens_.size()) + " have passed");
+  keep_ = tokens;
 }
 
 void Request::go_back(int64_t tokens) {
@@ -191,8 +200,9 @@ void Request::go_back(int64_t tokens) {
 }
 
 int64_t Request::keep_at() const {
-  if (!options_.keep_states) return 0;
   const int64_t end = cached_ + passing_;
+  if (keep_ > cached_ && keep_ <= end) return keep_;
+  if (!options_.keep_states) return 0;
   // The last token of a prompt is computed for every answer, so that the state before it is of use.
   const int64_t of_prompt = (prompt_ - 1) / kPageTokens * kPageTokens;
   if (of_prompt > cached_ && of_prompt <= end) return of_prompt;

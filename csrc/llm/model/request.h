@@ -83,6 +83,9 @@ class Request {
   void share(const Request& other, int64_t tokens);
   // Forgets what is in the cache from token `tokens` on; a request that goes on computes it again.
   void shrink(int64_t tokens);
+  // Of a model with a recurrent state: it is kept behind the first `tokens` tokens, once they have passed, whatever
+  // memory that takes; shrink() forgets it. Throws UsageError.
+  void keep(int64_t tokens);
   // How many of its tokens have keys and values in the cache.
   int64_t cached() const;
   // Which tokens may come in the next step, see sample(); of vocab bits. Throws UsageError.
@@ -138,6 +141,7 @@ class Request {
   const bool keep_logits_;
   int sequence_ = -1;
   int64_t cached_ = 0;  // tokens whose keys and values are in the cache
+  int64_t keep_ = 0;             // where keep() wants the state
   int64_t lost_ = 0;    // the last ones of them, which are not: the next step computes them again, beside its own
   std::vector<int64_t> tokens_;  // of prompt and answer
   int64_t prompt_;               // how many of them come before the answer

@@ -63,7 +63,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
   const int64_t runs = (total + longest - 1) / longest;
   int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
   int64_t left = runs;
-  std::vector<int> keeping;  // sequences of a run
+  std::vector<std::pair<int, bool>> keeping;  // sequences of a run
   try {
     size_t at = 0;               // in work
     int64_t taken = 0;           // of work[at]
@@ -110,7 +110,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
           taken += count;
         }
         const bool kept = count > 0 && one.keep == one.start + taken;
-        if (kept) keeping.push_back(one.sequence);
+        if (kept) keeping.emplace_back(one.sequence, one.keep_anyway);
         if (taken == one.count) {
           ++at;
           taken = 0;
@@ -124,7 +124,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
       tokens_.exact = pass.exact;
       tokens_.prompt = pass.prompt;
       run(tokens_, picks_);
-      for (const int sequence : keeping) cache().keep(sequence, false);
+      for (const auto& [sequence, anyway] : keeping) cache().keep(sequence, anyway);
       keeping.clear();
       if (stages_ != nullptr && done.everywhere()) share_rows(tokens_);
       if (stages_ == nullptr || stages_->is_last() || done.everywhere())
@@ -283,7 +283,8 @@ void Model::recover(const std::vector<Request*>& requests) {
     const auto context = static_cast<int64_t>(request->tokens_.size());
     const auto pass = [&](int64_t first, int64_t last, const Pass& how) {
       std::vector<Work> work{{request->sequence_, request->tokens_.data() + first, last - first, context, !how.prompt}};
-      work.back().keep = request->options_.keep_states ? (request->prompt_ - 1) / kPageTokens * kPageTokens : 0;
+      work.back().keep = request->keep_;
+      if (request->options_.keep_states) work.back().keep = (request->prompt_ - 1) / kPageTokens * kPageTokens;
       process(work, how, {}, NoLogits{});
     };
     pass(begin, of_prompt, {most_tokens(), true, true});
@@ -337,6 +338,7 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, c
     if (how.exact && !whole) context = apart ? 0 : std::max(request->prompt_, request->cached_ + request->passing_);
     work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_, context, apart});
     work.back().keep = request->keep_at();
+    work.back().keep_anyway = work.back().keep == request->keep_;
   }
   return work;
 }

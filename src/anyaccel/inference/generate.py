@@ -131,6 +131,7 @@ class SamplingOptions:
             "seed": self.seed % 2**64,
             "draft_tokens": self.draft_tokens,
             "draft_model": self.draft_model,
+            "keep_states": True,  # where the next prompt may go on
         }
 
 

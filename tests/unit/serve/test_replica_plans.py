@@ -74,6 +74,7 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
         """In place of one that has a thread; it loads its decoder as that one does."""
 
         cache_pages = 1
+        state_pages = 0
 
         def __init__(self, load: Any, settings: EngineSettings, _: object) -> None:
             load(None)

@@ -23,6 +23,7 @@ class Engine:
     """Answers when it is let, and counts what it was asked."""
 
     cache_pages = 8
+    state_pages = 0
 
     def __init__(self) -> None:
         self.facts = ModelFacts(1000, 300, frozenset(), 4, "fp32", ("plan: one process",))

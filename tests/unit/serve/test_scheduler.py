@@ -30,6 +30,8 @@ class Decoder:
     prompts: dict[int, list[int]] = field(default_factory=dict)  # all tokens
     cached: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)  # id -> its tokens in the cache, by page
     shared: dict[int, list[int]] = field(default_factory=dict)  # id -> its pages' numbers
+    state_pages: int = 0
+    keeps: dict[int, int] = field(default_factory=dict)  # id -> the tokens behind which its state is kept
     next_page: int = 0
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,6 +42,7 @@ class Decoder:
                     self.shared[number], self.cached[number] = [], []
                     if tokens:
                         assert tokens % PAGE == 0
+                        assert not self.state_pages or self.keeps[source] == tokens
                         count = tokens // PAGE
                         self.shared[number] = self.shared[source][:count]
                         self.cached[number] = self.cached[source][:count]
@@ -48,11 +51,18 @@ class Decoder:
                         assert held == self.prompts[number][:tokens] and tokens < len(self.prompts[number])
                 case ("shrink", number, tokens, _):
                     self._shrink(number, tokens)
+                    if self.keeps.get(number, 0) > tokens:
+                        del self.keeps[number]
+                case ("keep", number, tokens, _):
+                    assert number not in self.keeps and self.state_pages
+                    assert sum(map(len, self.cached[number])) < tokens <= len(self.prompts[number])
+                    self.keeps[number] = tokens
                 case ("drop", number, _, _):
                     del self.shared[number], self.cached[number]
+                    self.keeps.pop(number, None)
         for number, count in plan.run.items():
             self._extend(number, count)
-        assert len({page for pages in self.shared.values() for page in pages}) <= self.pages
+        assert self.used() <= self.pages
 
     def _shrink(self, number: int, tokens: int) -> None:
         held = [token for page in self.cached[number] for token in page]
@@ -73,7 +83,7 @@ class Decoder:
         self.cached[number] = [tuple(held[first * PAGE :][:PAGE]) for first in range(pages)]
 
     def used(self) -> int:
-        return len({page for pages in self.shared.values() for page in pages})
+        return len({page for pages in self.shared.values() for page in pages}) + self.state_pages * len(self.keeps)
 
 
 class Machine:
@@ -82,7 +92,7 @@ class Machine:
     def __init__(self, seed: int = 0, **limits: Any) -> None:
         self.limits = SchedulerLimits(**({"max_batch": 8, "max_waiting": 1000, "cache_pages": 64} | limits))
         self.scheduler = Scheduler(self.limits, Rates(longest_step_s=1.0, most=256))
-        self.decoder = Decoder(self.limits.cache_pages)
+        self.decoder = Decoder(self.limits.cache_pages, state_pages=self.limits.state_pages)
         self.random = random.Random(seed)
         self.ended: dict[int, str] = {}
         self.answers: dict[int, list[int]] = {}
@@ -179,6 +189,40 @@ def test_a_second_turn_and_a_shared_beginning_cost_only_what_is_new() -> None:
     alone = machine.submit(prompt, 3, shares=False)
     machine.run()
     assert machine.requests[alone].cached == 0
+
+
+def test_recurrent_states_are_kept_where_the_next_turn_goes_on() -> None:
+    machine = Machine(cache_pages=40, state_pages=6)
+    prompt = _prompt(machine, 200)
+    one = machine.submit(prompt, 100)
+    machine.run()
+    two = machine.submit(prompt + machine.answers[one] + _prompt(machine, 20), 5)
+    other = machine.submit(prompt[:150] + _prompt(machine, 80), 5)  # begins alike, but there is no state of that
+    machine.run()
+    assert [machine.requests[number].cached for number in (two, other)] == [192, 0]
+    # Alike and at once: the first one computes for all.
+    prompt = _prompt(machine, 300)
+    several = [machine.submit(prompt, 3) for _ in range(5)]
+    before = machine.scheduler.stats(1).prompt_tokens
+    machine.run()
+    assert machine.scheduler.stats(1).prompt_tokens - before == 300 + 4 * (300 - 256)
+    assert {machine.ended[number] for number in several} == {"length"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_states_never_take_more_than_there_is(seed: int) -> None:
+    machine = Machine(seed, max_batch=4, cache_pages=48, state_pages=5)
+    turns = [_prompt(machine, machine.random.randrange(1, 300)) for _ in range(6)]
+    for _ in range(6):
+        numbers = [machine.submit(turn, machine.random.randrange(1, 120)) for turn in turns]
+        machine.run()
+        assert all(machine.ended[number] == "length" for number in numbers)
+        turns = [
+            (turn + machine.answers[number] + _prompt(machine, 9))[:700]
+            for turn, number in zip(turns, numbers, strict=True)
+        ]
+        turns[machine.random.randrange(6)] = _prompt(machine, 100)
+    assert machine.scheduler.stats(1).prefix_hits > 0
 
 
 def test_nothing_is_kept_without_the_prefix_cache() -> None:

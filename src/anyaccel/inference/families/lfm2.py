@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from anyaccel.inference.families.common import LLAMA, attention, decoder, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.model_config import Config
@@ -29,7 +31,7 @@ def _layer_types(config: Config) -> list[str]:
     return config.layer_types(lambda index: bool(chosen) and index not in chosen, "conv")
 
 
-def _decoder(config: Config, mlps: list[Mlp | Moe]) -> DecoderSpec:
+def _decoder(config: Config, mlps: Sequence[Mlp | Moe]) -> DecoderSpec:
     norm = rms(config, "norm_eps")
     conv = ShortConv(config.hidden, config.integer("conv_L_cache", maximum=16), config.get_bool("conv_bias"))
     full = attention(config, qk_norm=QkNorm(norm))

@@ -27,7 +27,7 @@ _PATTERN = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "ml
 
 
 def state_space(
-    config: Config, heads: int, head_dim: int, groups: int, state: int, kernel: int, norm: Norm, **more: Any
+    heads: int, head_dim: int, groups: int, state: int, kernel: int, norm: Norm, **more: Any
 ) -> LinearAttention:
     """Mamba-2's mixer: B and C are keys and queries, the state's size is theirs."""
     if heads % groups:
@@ -63,7 +63,6 @@ def mamba2(config: Config) -> DecoderSpec:
     norm = rms(config, "layer_norm_epsilon")
     bias = config.get_bool("use_bias")
     mixer = state_space(
-        config,
         heads,
         head_dim,
         config.size("n_groups"),
@@ -90,7 +89,6 @@ def _hybrid_mixer(config: Config) -> LinearAttention:
         raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
     bias = config.get_bool("mamba_proj_bias")
     return state_space(
-        config,
         heads,
         head_dim,
         config.size("mamba_n_groups"),
@@ -166,7 +164,6 @@ def nemotron_h(config: Config) -> DecoderSpec:
     if config.activation("mamba_hidden_act") != "silu":
         raise Unsupported(f"mamba_hidden_act {config.activation('mamba_hidden_act')!r}")
     mixer = state_space(
-        config,
         config.size("mamba_num_heads"),
         config.size("mamba_head_dim"),
         config.size("n_groups"),

@@ -85,7 +85,8 @@ class _Loop:
         self.ids = job.input_ids.repeat_interleave(job.copies, dim=0)
 
     def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
-        options = self.job.options | {"seed": (self.job.seed + index * 0x9E3779B97F4A7C15) % 2**64}
+        own = {"seed": (self.job.seed + index * 0x9E3779B97F4A7C15) % 2**64, "keep_states": self.job.copies > 1}
+        options = self.job.options | own
         request = _llm.Request(self.native.model, prompt, options, prefix, self.job.keep_logits)
         return _Row(request, prompt, self.job.stop)
 

@@ -152,8 +152,7 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
     if layer.attention is not None:
         yield from _attention_slices(layer.attention, rank, size)
     if layer.recurrent is not None:
-        kind = _short_conv_slices if isinstance(layer.recurrent, ShortConv) else _linear_slices
-        for name, part in kind(layer.recurrent, rank, size):  # type: ignore[arg-type]
+        for name, part in _recurrent_slices(layer.recurrent, rank, size):
             yield f"mixer.{name}", part
         if rank > 0:
             yield "mixer.out.bias", WeightSlice((), zero=True)
@@ -165,6 +164,13 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
         yield from _mlp_slices(f"experts.{expert}", layer.mlp.expert, rank, size)
     if layer.mlp.shared is not None:
         yield from _mlp_slices("shared", layer.mlp.shared, rank, size)
+
+
+def _recurrent_slices(mixer: Recurrent, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    if isinstance(mixer, ShortConv):
+        yield from _short_conv_slices(mixer, rank, size)
+    else:
+        yield from _linear_slices(mixer, rank, size)
 
 
 def _short_conv_slices(mixer: ShortConv, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:

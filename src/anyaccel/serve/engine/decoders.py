@@ -41,7 +41,8 @@ class LocalDecoder:
     def __init__(self, native: NativeModel, facts: ModelFacts, max_batch: int) -> None:
         self._slots: Slots | None = Slots(native.model)
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
-        states = max_batch * native.model.cache_bytes_per_state() // self.page_bytes
+        self.state_pages = native.model.cache_bytes_per_state() // self.page_bytes
+        states = max_batch * self.state_pages
         self.cache_pages = native.model.cache_limit_bytes // self.page_bytes - states
         check_pages(self.cache_pages, self.page_bytes, states)
         self.shares = shares_prefixes(native)

@@ -434,6 +434,7 @@ class ServingEngine:
             decoder.cache_pages,
             decoder.facts.context,
             settings.prefix_cache and decoder.shares,
+            decoder.state_pages,
         )
         return Scheduler(limits, Rates(settings.step_s))
 

@@ -34,7 +34,9 @@ class StepDecoder(Protocol):
 
     Attributes:
         page_bytes: the size of a page of keys and values, on all ranks together.
-        cache_pages: the number of pages that the cache has room for.
+        cache_pages: the number of pages that the cache has room for, beside the recurrent states of all requests that
+            may run at once.
+        state_pages: as how many pages a recurrent state counts; 0: the model has none.
         shares: whether requests may share cached prefixes.
         multi_step: whether apply() can take several steps in one call.
     """
@@ -42,6 +44,7 @@ class StepDecoder(Protocol):
     facts: ModelFacts
     page_bytes: int
     cache_pages: int
+    state_pages: int
     shares: bool
     multi_step: bool
 
@@ -69,11 +72,8 @@ class StepDecoder(Protocol):
 def shares_prefixes(native: NativeModel) -> bool:
     """Whether requests may share cached prefixes.
 
-    With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text. A
-    recurrent state is that of the end of a text, and has no prefix.
+    With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text.
     """
-    if native.model.cache_bytes_per_state() > 0:
-        return False
     return not any(rope.long_inv_freq or rope.dynamic_from for rope in native.spec.ropes)
 
 

@@ -4,6 +4,9 @@
 Only whole pages are shared, so that the counts here equal those of the native cache, and no page is ever copied. The
 sequence of an ended request stays in the cache until its pages are needed (a prefix cache): its pages are found by
 content, through keys that hash a page's tokens and the key of the page before it.
+
+Of a model with recurrent states, a prefix is of use only where a state was kept behind its last page: a sequence keeps
+one, behind the last whole page of its prompt, which takes room as so many pages.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ class Page:
     Attributes:
         holders: the sequences that have it.
         running: the number of holders whose requests run.
+        state: the holder that has kept its recurrent state behind this page.
     """
 
-    __slots__ = ("holders", "key", "running")
+    __slots__ = ("holders", "key", "running", "state")
 
     def __init__(self) -> None:
         self.holders: dict[CachedSequence, None] = {}
         self.running = 0
         self.key: int | None = None
+        self.state: CachedSequence | None = None
 
 
 class CachedSequence:
@@ -43,9 +48,10 @@ class CachedSequence:
         pages: the pages of those, and of the tokens that the current step adds.
         ended: whether its request has ended.
         running: whether its request runs.
+        state: its recurrent state is kept behind so many pages, once they are computed; 0: it is not.
     """
 
-    __slots__ = ("cached", "ended", "id", "keys", "pages", "running", "tokens")
+    __slots__ = ("cached", "ended", "id", "keys", "pages", "running", "state", "tokens")
 
     def __init__(self, number: int, tokens: list[int]) -> None:
         self.id = number
@@ -55,6 +61,7 @@ class CachedSequence:
         self.keys: list[int] = []
         self.ended = False
         self.running = True
+        self.state = 0
 
     def key(self, page: int) -> int:
         """The key of a page that is full, or will be."""
@@ -70,10 +77,12 @@ class PageTable:
 
     Args:
         total: how many there may be.
+        state_pages: as how many pages a recurrent state counts; 0: the model has none.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, state_pages: int = 0) -> None:
         self.total = total
+        self.state_pages = state_pages
         self.used = 0
         self._pinned = 0  # pages of running sequences, which cannot be evicted
         self._index: dict[int, Page] = {}  # by key
@@ -93,14 +102,15 @@ class PageTable:
 
     def match(self, sequence: CachedSequence, most: int) -> tuple[CachedSequence | None, int]:
         """The sequence with the longest common prefix, and the prefix's number of whole pages, at most `most`."""
-        found: Page | None = None
-        count = 0
-        while count < most and (page := self._index.get(sequence.key(count))) is not None:
-            found = page
-            count += 1
-        if found is None:
+        source: CachedSequence | None = None
+        count = pages = 0
+        while pages < most and (page := self._index.get(sequence.key(pages))) is not None:
+            pages += 1
+            holder = page.state if self.state_pages else next(iter(page.holders))
+            if holder is not None:
+                source, count = holder, pages
+        if source is None:
             return None, 0
-        source = next(iter(found.holders))
         # Keys are hashes: other tokens may have the same keys.
         if source.tokens[: count * PAGE] != sequence.tokens[: count * PAGE]:
             return None, 0
@@ -136,11 +146,33 @@ class PageTable:
             if page.key is None:
                 page.key = sequence.key(number)
                 self._index.setdefault(page.key, page)
+            if number + 1 == sequence.state:
+                page.state = sequence
+
+    # --- recurrent states
+
+    def keep_state(self, sequence: CachedSequence, pages: int) -> None:
+        """Note that its state will be kept behind so many pages; the caller has made room."""
+        assert sequence.state == 0
+        sequence.state = pages
+        self.used += self.state_pages
+        self._pinned += self.state_pages * sequence.running
+
+    def _release_state(self, sequence: CachedSequence) -> None:
+        if sequence.state == 0:
+            return
+        if len(sequence.pages) >= sequence.state and (page := sequence.pages[sequence.state - 1]).state is sequence:
+            page.state = None
+        sequence.state = 0
+        self.used -= self.state_pages
+        self._pinned -= self.state_pages * sequence.running
 
     # --- shrinking
 
     def shrink(self, sequence: CachedSequence, tokens: int) -> None:
         """Keep only the first `tokens` tokens in the cache."""
+        if tokens < sequence.state * PAGE:
+            self._release_state(sequence)
         while len(sequence.pages) > count_pages(tokens):
             self._release(sequence)
         sequence.cached = min(sequence.cached, tokens)
@@ -152,6 +184,7 @@ class PageTable:
             for page in sequence.pages:
                 page.running -= 1
                 self._pinned -= page.running == 0
+            self._pinned -= self.state_pages * (sequence.state > 0)
         self._idle[sequence] = None
         self._idle.move_to_end(sequence)
 
@@ -168,13 +201,20 @@ class PageTable:
         for page in sequence.pages:
             self._pinned += page.running == 0
             page.running += 1
+        self._pinned += self.state_pages * (sequence.state > 0)
 
     def evict(self, wanted: int) -> list[CachedSequence]:
-        """Make `wanted` pages free, from the end of the least recently used sequences; returns the shortened ones."""
+        """Make `wanted` pages free, from the end of the least recently used sequences; returns the shortened ones.
+
+        Pages without the state behind them are of no use: where there are states, a sequence goes as a whole.
+        """
         changed: dict[CachedSequence, None] = {}
         while self.total - self.used < wanted and self._idle:
             sequence = next(iter(self._idle))
-            if sequence.pages:
+            if self.state_pages:
+                self.shrink(sequence, 0)
+                changed[sequence] = None
+            elif sequence.pages:
                 self._release(sequence)
                 sequence.cached = min(sequence.cached, len(sequence.pages) * PAGE)
                 changed[sequence] = None

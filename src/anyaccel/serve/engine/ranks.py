@@ -38,7 +38,8 @@ class RanksDecoder:
             self._ranks.load(path, options, summary)
             said = self._ranks.loaded(screen)
             self.page_bytes = sum(each["page_bytes"] for each in said)
-            states = settings.max_batch * max(each["state_pages"] for each in said)
+            self.state_pages = max(each["state_pages"] for each in said)
+            states = settings.max_batch * self.state_pages
             self.cache_pages = min(each["cache_pages"] for each in said) - states
             check_pages(self.cache_pages, self.page_bytes, states)
         except BaseException:

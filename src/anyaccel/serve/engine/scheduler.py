@@ -36,6 +36,8 @@ class SchedulerLimits:
         cache_pages: pages of the key/value cache.
         context: tokens of prompt and answer; 0: no limit.
         keep: whether the pages of ended requests are kept as a prefix cache.
+        state_pages: as how many pages a sequence's recurrent state counts. Those of running requests have room beside
+            `cache_pages`.
     """
 
     max_batch: int
@@ -43,6 +45,7 @@ class SchedulerLimits:
     cache_pages: int
     context: int = 0
     keep: bool = True
+    state_pages: int = 0
 
 
 @dataclass
@@ -108,7 +111,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, rates: Rates | None = None) -> None:
         self.limits = limits
         self.rates = rates or Rates()
-        self.pages = PageTable(limits.cache_pages)
+        self.pages = PageTable(limits.cache_pages, limits.state_pages)
         self._requests: dict[int, ScheduledRequest] = {}
         self._queue: FairQueue[ScheduledRequest] = FairQueue()
         self._running: dict[int, ScheduledRequest] = {}
@@ -317,9 +320,15 @@ class Scheduler:
     def _prefix_is_being_computed(self, request: ScheduledRequest) -> bool:
         if not request.shares or not self.limits.keep:
             return False
-        most = request.shareable
-        _, count = self.pages.match(request.sequence, most)
-        return count < most and request.sequence.key(count) in self._computing
+        most, sequence = request.shareable, request.sequence
+        _, count = self.pages.match(sequence, most)
+        if not self.limits.state_pages:
+            return count < most and sequence.key(count) in self._computing
+        for page in range(count, most):  # of use is one that a state is kept behind
+            other = self._running.get(self._computing.get(sequence.key(page), -1))
+            if other is not None and other.sequence.state == page + 1:
+                return True
+        return False
 
     def _admit(self, request: ScheduledRequest, source: CachedSequence | None, count: int, plan: StepPlan) -> None:
         self._queue.remove(request)
@@ -347,6 +356,7 @@ class Scheduler:
     def _schedule_chunk(self, request: ScheduledRequest, left: int, plan: StepPlan) -> int:
         """Schedule the longest chunk of a prompt that the budget and the cache allow; returns its length."""
         count = min(request.next_chunk, left)
+        self._keep_state(request, plan)
         while count > 0 and not self._make_room(self.pages.missing(request.sequence, count), plan):
             # Try again with one page less.
             count = (count_pages(request.sequence.cached + count) - 1) * PAGE - request.sequence.cached
@@ -355,6 +365,17 @@ class Scheduler:
         self._schedule(request, count, plan)
         plan.prompt_tokens += count
         return count
+
+    def _keep_state(self, request: ScheduledRequest, plan: StepPlan) -> None:
+        """Have the state behind the last whole page of a prompt kept, where it is of use and there is room."""
+        sequence, pages = request.sequence, request.shareable
+        wanted = self.limits.state_pages if self.limits.keep and request.shares else 0
+        if not wanted or sequence.state or pages * PAGE <= sequence.cached:
+            return
+        whole = count_pages(request.prompt) - len(sequence.pages)
+        if whole + wanted <= self.pages.available and self._make_room(wanted, plan):
+            self.pages.keep_state(sequence, pages)
+            plan.changes.append(CacheChange("keep", request.id, pages * PAGE))
 
     def _schedule(self, request: ScheduledRequest, count: int, plan: StepPlan) -> None:
         self.pages.reserve(request.sequence, count)
@@ -379,7 +400,11 @@ class Scheduler:
         self._counts["preemptions"] += 1
         self._stop_running(request)
         plan.run.pop(request.id, None)
-        self.pages.shrink(request.sequence, request.sequence.cached)
+        # A state without room of its own goes, and with it the use of the pages.
+        cached = 0 if self.limits.state_pages else request.sequence.cached
+        self.pages.shrink(request.sequence, cached)
+        if self.limits.state_pages:
+            plan.changes.append(CacheChange("shrink", request.id))
         self.pages.mark_idle(request.sequence)
         self._queue.push(request)
 
@@ -403,9 +428,11 @@ class Scheduler:
         sequence = request.sequence
         sequence.ended = True
         keep = sequence.cached // PAGE * PAGE if self.limits.keep else 0
+        if self.limits.state_pages:
+            keep = sequence.state * PAGE if sequence.cached >= sequence.state * PAGE else 0
         self.pages.mark_running(sequence)  # a preempted one is idle
         self.pages.shrink(sequence, keep)
-        if self.pages.held_by_others(sequence):  # the prefix cache has these pages already
+        if self.pages.held_by_others(sequence) and not sequence.state:  # the prefix cache has these pages already
             self.pages.shrink(sequence, 0)
         if sequence.pages:
             self.pages.mark_idle(sequence)

@@ -51,6 +51,8 @@ class Slots:
             self._start(number, *step.new[number])
         if change.kind == "shrink":
             self._requests[number].shrink(change.tokens)
+        elif change.kind == "keep":
+            self._requests[number].keep(change.tokens)
         elif change.kind == "drop":
             self._requests.pop(number).finish()
             del self._options[number]

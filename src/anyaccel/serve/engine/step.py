@@ -22,10 +22,11 @@ class CacheChange(NamedTuple):
     Attributes:
         kind: "start": request `id` is created, and its first `tokens` tokens are in the cache of request `source`;
             "share": the same for a request that is there and has nothing in the cache; "shrink": it keeps its first
-            `tokens` tokens in the cache, and no more; "drop": it is freed.
+            `tokens` tokens in the cache, and no more; "keep": its recurrent state is kept behind so many; "drop": it is
+            freed.
     """
 
-    kind: Literal["start", "share", "shrink", "drop"]
+    kind: Literal["start", "share", "shrink", "keep", "drop"]
     id: int
     tokens: int = 0
     source: int = -1
