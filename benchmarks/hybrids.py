@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrids with random weights beside a dense model of as many bytes, natively and in transformers: tokens a second.
 
-    python benchmarks/hybrids.py [--threads N] [--dtype bf16] [CASE ...]
+python benchmarks/hybrids.py [--threads N] [--dtype bf16] [CASE ...]
 """
 
 from __future__ import annotations

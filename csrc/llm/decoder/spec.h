@@ -233,4 +233,15 @@ inline int64_t qkv_rows(const AttentionSpec& a) {
          (a.gated ? product(a.heads, a.value_dim) : 0);
 }
 
+inline int64_t result_width(const LinearAttentionSpec& a) { return product(a.heads, a.value_dim); }
+// Channels of queries, keys and values; the gate's rows follow them.
+inline int64_t conv_channels(const LinearAttentionSpec& a) {
+  return product(2, product(a.key_heads, a.key_dim)) + result_width(a);
+}
+inline int64_t in_rows(const LinearAttentionSpec& a) { return conv_channels(a) + (a.gate ? result_width(a) : 0); }
+// The inputs of steps, then those of strengths.
+inline int64_t step_rows(const LinearAttentionSpec& a) {
+  return product(a.strength == LinearAttentionSpec::Strength::sigmoid ? 2 : 1, a.heads);
+}
+
 }  // namespace anyaccel::llm

@@ -94,10 +94,10 @@ struct Widths {
   bool two_norms = false;  // a layer whose MLP, router or experts have a norm of their own
   bool gated = false;
   int64_t layer_inputs = 0;  // of all layers
-  bool two_gates = false;   // a short convolution's b and c
-  bool own_norm = false;    // a norm of linear attention's result over several heads
-  int64_t key_dim = 0;      // of linear attention
-  bool two_deltas = false;  // a layer with attention and a recurrent mixer
+  bool two_gates = false;    // a short convolution's b and c
+  bool own_norm = false;     // a norm of linear attention's result over several heads
+  int64_t key_dim = 0;       // of linear attention
+  bool two_deltas = false;   // a layer with attention and a recurrent mixer
 
   explicit Widths(const DecoderSpec& spec);
   // Floats a token of the shared buffers.

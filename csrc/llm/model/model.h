@@ -139,8 +139,8 @@ class Model {
     // Each token passes as if it were the last one: drafts, whose results must have the same bits as without, and the
     // part of an answer that is computed again.
     bool apart = false;
-    int64_t start = 0;  // the sequence's length before
-    int64_t keep = 0;   // the length at which its recurrent state is kept, where the run comes there
+    int64_t start = 0;         // the sequence's length before
+    int64_t keep = 0;          // the length at which its recurrent state is kept, where the run comes there
     bool keep_anyway = false;  // however little memory there is
   };
 

@@ -141,7 +141,7 @@ class Request {
   const bool keep_logits_;
   int sequence_ = -1;
   int64_t cached_ = 0;  // tokens whose keys and values are in the cache
-  int64_t keep_ = 0;             // where keep() wants the state
+  int64_t keep_ = 0;    // where keep() wants the state
   int64_t lost_ = 0;    // the last ones of them, which are not: the next step computes them again, beside its own
   std::vector<int64_t> tokens_;  // of prompt and answer
   int64_t prompt_;               // how many of them come before the answer

@@ -54,7 +54,9 @@ def test_answers_do_not_depend_on_company_chunks_or_what_was_forgotten(case: str
     _assert_same(_finish(model, [_request(model, prompt) for prompt in prompts]), alone)
     _assert_same(_finish(model, [_request(model, prompt) for prompt in prompts], limit=41), alone)
     # As after a preemption: all of it is computed again, without being asked for.
-    requests = [_request(model, prompt, keep_states=each) for prompt, each in zip(prompts, (True, False, True), strict=True)]
+    requests = [
+        _request(model, prompt, keep_states=each) for prompt, each in zip(prompts, (True, False, True), strict=True)
+    ]
     for _ in range(4):
         model.step(requests, exact=True)
     for request, prompt in zip(requests, prompts, strict=True):

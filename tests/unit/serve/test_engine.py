@@ -234,7 +234,7 @@ class Gate:
         self._inner = inner
         self._steps = steps
         self._failure = failure
-        for name in ("facts", "page_bytes", "cache_pages", "shares"):
+        for name in ("facts", "page_bytes", "cache_pages", "state_pages", "shares"):
             setattr(self, name, getattr(inner, name))
 
     multi_step = False

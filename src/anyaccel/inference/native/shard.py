@@ -320,8 +320,8 @@ def stage_spec(spec: DecoderSpec, layers: Sequence[range], stage: int) -> Decode
             attention = spec.layers[index].attention
             if attention is not None and 0 <= attention.kv_layer < own.start:
                 raise UsageError(
-                    f"pipeline_parallel: layer {index} sees keys and values of layer {attention.kv_layer}, which another "
-                    "stage has; use tensor_parallel"
+                    f"pipeline_parallel: layer {index} sees keys and values of layer {attention.kv_layer}, which "
+                    "another stage has; use tensor_parallel"
                 )
     return replace(
         spec,
