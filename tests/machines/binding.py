@@ -30,7 +30,7 @@ def plan(machine: Machine, options: Sequence[str], around: Sequence[str | Path] 
 
 
 def ranks(
-    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 120
+    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 300
 ) -> list[Any]:
     """What the ranks of a run say, by their number."""
     found = machine.check([*around, COMMAND, "run", *options, WHERE], seconds=seconds)
@@ -38,7 +38,7 @@ def ranks(
 
 
 def check(
-    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 120
+    machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 300
 ) -> dict[str, Any]:
     """Each rank of a run is where its plan says; a plan that is refused starts nothing. Returns the plan."""
     planned, refused = plan(machine, options, around)

@@ -138,7 +138,7 @@ class Machine:
         *,
         env: Mapping[str, str] | None = None,
         folder: str | Path = "/root",
-        seconds: float = 120,
+        seconds: float = 300,
     ) -> Running:
         """Start a command as root; `Running.result` waits for its end."""
         number = next(self._numbers)
