@@ -74,7 +74,7 @@ class LayerRun:
 
     def __init__(self, spec: DecoderSpec, index: int, weights: DeviceWeights, ranks: Ranks | None) -> None:
         self.layer: Layer = spec.layers[index]
-        self.a = a = self.layer.attention
+        self.a = a = self.layer.softmax
         self.ranks = ranks
         self.joint = weights.layouts[index].joint
         self.rope: Rope | None = spec.ropes[a.rope] if a.rope >= 0 else None
@@ -101,8 +101,9 @@ class LayerRun:
         self.value_norm = normed(a.value_norm, weights, f"{at}.v_norm")
         self.sinks = weights[f"{at}.sinks"] if a.sinks else None
         self.o = Linear(weights, f"{at}.o")
+        mlp = layer.features
         self.mlp: Dense | Experts = (
-            Experts(layer.mlp, weights, at) if isinstance(layer.mlp, Moe) else Dense(layer.mlp, weights, f"{at}.mlp")
+            Experts(mlp, weights, at) if isinstance(mlp, Moe) else Dense(mlp, weights, f"{at}.mlp")
         )
 
     def run(self, h: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
@@ -244,14 +245,14 @@ class Decoder:
         self.spec, self.cache, self.ranks = spec, cache, ranks
         as_complex = has_complex(spec, dtype, weights.device)
         self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
-        self.sinks = any(layer.attention.sinks for layer in spec.layers)
+        self.sinks = any(layer.softmax.sinks for layer in spec.layers)
         self.embed = weights.matrix("embed")
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
-        own = [index for index, layer in enumerate(spec.layers) if layer.attention.kv_layer < 0]
+        own = [index for index, layer in enumerate(spec.layers) if layer.softmax.kv_layer < 0]
         self.places = [
-            own.index(index if layer.attention.kv_layer < 0 else layer.attention.kv_layer)
+            own.index(index if layer.softmax.kv_layer < 0 else layer.softmax.kv_layer)
             for index, layer in enumerate(spec.layers)
         ]
         self.ends = [LayerEnd(layer, weights, index) for index, layer in enumerate(spec.layers)]

@@ -66,7 +66,7 @@ class DeviceExecutor:
         self.device = weights.device
         self.weight_bytes = weights.weight_bytes
         self.most_tokens = MOST_TOKENS
-        heads = [each.attention for each in spec.layers if each.attention.kv_layer < 0]
+        heads = [each.softmax for each in spec.layers if each.softmax.kv_layer < 0]
         widths = [a.kv_heads * (a.head_dim + a.value_dim) for a in heads]
         least = None if ranks is None else ranks.least
         self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least)

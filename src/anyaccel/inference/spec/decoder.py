@@ -301,6 +301,18 @@ class Layer:
     scaled: bool = False
     recurrent: Recurrent | None = None
 
+    @property
+    def softmax(self) -> Attention:
+        """The attention of a layer that has no other mixer."""
+        assert self.attention is not None and self.recurrent is None
+        return self.attention
+
+    @property
+    def features(self) -> Mlp | Moe:
+        """The MLP of a layer that has one."""
+        assert self.mlp is not None
+        return self.mlp
+
 
 @dataclass(frozen=True)
 class DecoderSpec:
