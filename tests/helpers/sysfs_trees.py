@@ -258,6 +258,8 @@ class _Writer:
                 cpus, gib = [], memory.gib
                 self._tell(memory, node, ids)
             self.write(f"{folder}/cpulist", format_cpu_list(sorted(set(cpus) - self.offline)))
+            for cpu in self.offline.intersection(cpus):
+                self.write(f"{folder}/cpu{cpu}/online", 0)  # the kernel links CPUs that are off-line, too
             self.write(f"{folder}/meminfo", f"Node {node} MemTotal: {self._kib(gib)} kB\nNode {node} MemFree: 1 kB")
             columns = sorted(range(count), key=lambda other: ids[other])
             row = " ".join(str(self._distance(index, other)) for other in columns)

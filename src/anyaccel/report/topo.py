@@ -269,8 +269,10 @@ def describe_share(share: RankCores) -> str:
 
 
 def memory_name(node: NumaNode) -> str:
-    """What people call the memory of a node without cores."""
-    return MEMORY_KINDS.get(node.memory_kind, "memory of unknown kind")
+    """What people call the memory of a node without cores that could be used."""
+    if node.offline_cpus:
+        return f"memory, all of its CPUs ({short_list(node.offline_cpus)}) are off-line"
+    return MEMORY_KINDS.get(node.memory_kind, "memory of unknown kind") + ", no cores"
 
 
 def describe_device(device: PciDevice) -> str:

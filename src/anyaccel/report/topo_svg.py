@@ -138,7 +138,7 @@ class _Picture:
     def _memory(self, node: NumaNode, alone: bool = False, named: bool = False) -> Box:
         text = size_text(node.memory_bytes) or "no memory"
         if alone:
-            text = f"{text} {memory_name(node)}, no cores"
+            text = f"{text} {memory_name(node)}"
         if alone or named:
             text = f"node {node.id}: {text}"
         bar = 30 + 90 * node.memory_bytes / self.largest

@@ -149,7 +149,7 @@ class _Text:
         near = self.machine.nearest_nodes(node.id)
         where = f", nearest to node {short_list(near)}" if near else ""
         why = f" ({node.memory_evidence})" if node.memory_evidence else ""
-        return f"node {node.id}: {size_text(node.memory_bytes)} {memory_name(node)}, no cores{where}{why}"
+        return f"node {node.id}: {size_text(node.memory_bytes)} {memory_name(node)}{where}{why}"
 
     def _distances(self) -> list[str]:
         nodes = [node for node in self.machine.nodes if node.distances]

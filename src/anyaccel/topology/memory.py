@@ -59,6 +59,11 @@ def detect_memory_kinds(nodes: tuple[NumaNode, ...], base: str) -> tuple[NumaNod
         if node.cpus or not node.memory_bytes:
             found.append(node)
             continue
+        # Cores that are switched off are still linked there: the memory is the usual one.
+        offline = numbered(f"{folder}/node{node.id}", "cpu")
+        if offline:
+            found.append(replace(node, offline_cpus=offline))
+            continue
         node = replace(node, initiators=_initiators(f"{folder}/node{node.id}"))
         kind, evidence = tell(node)
         found.append(replace(node, memory_kind=kind, memory_evidence=evidence))

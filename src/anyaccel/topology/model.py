@@ -100,6 +100,7 @@ class NumaNode:
             MEMORY_KINDS. "" where it is not known, and for nodes with cores, whose memory is the usual one.
         memory_evidence: how `memory_kind` is known, for people; "" where it is not.
         initiators: nodes that the firmware names as the closest to the memory of a node without cores; may be empty.
+        offline_cpus: ids of its logical CPUs, ascending, where all of them are switched off; else empty.
     """
 
     id: int
@@ -109,6 +110,7 @@ class NumaNode:
     memory_kind: str = ""
     memory_evidence: str = ""
     initiators: tuple[int, ...] = ()
+    offline_cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from anyaccel.launch.plan.binding import bind_ranks
 from anyaccel.launch.plan.memory import memory_policy
 from anyaccel.launch.plan.options import BindingOptions
+from anyaccel.report.topo import memory_name
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Expected, Memory, Spec, build
 from workers import memory_folder
@@ -333,6 +334,13 @@ def test_hbm_beside_a_node(tmp_path: Path) -> None:
 def test_memory_of_a_xeon_max_that_is_no_hbm(tmp_path: Path) -> None:
     machine, _ = read(replace(MACHINES["xeon max, flat"], memory=(Memory(256, (0,)),)), tmp_path)
     assert machine.nodes[2].memory_kind == ""
+
+
+def test_memory_of_a_node_whose_cores_are_all_off_line_is_no_hbm(tmp_path: Path) -> None:
+    spec = replace(MACHINES["xeon max, flat"], memory=(), offline=(*range(8, 16), *range(24, 32)))
+    machine, _ = read(spec, tmp_path)
+    assert [(node.memory_kind, node.offline_cpus) for node in machine.nodes] == [("", ()), ("", spec.offline)]
+    assert memory_name(machine.nodes[1]) == "memory, all of its CPUs (8-15,24-31) are off-line"
 
 
 # kinds of cores
