@@ -190,6 +190,13 @@ def test_reserved_cores_are_the_last_of_each_node() -> None:
     assert found.left_over == ()
 
 
+@pytest.mark.parametrize(("name", "reserved"), [("hybrid", (22, 23)), ("big.LITTLE", (2, 3))])
+def test_slow_cores_are_reserved_first_however_they_are_numbered(name: str, reserved: tuple[int, ...]) -> None:
+    machine = tree(name)
+    assert shares(machine, 1, cores_reserved=2).reserved == reserved
+    assert {cpu.kind for cpu in machine.cpus if cpu.id in reserved} == {"efficiency"}
+
+
 def test_reserving_everything() -> None:
     with pytest.raises(UsageError, match=r"--cores-reserved 8 leaves no core .* more than 8 cores .* reserve fewer"):
         shares(tree("two sockets"), 1, cores_reserved=8)

@@ -138,7 +138,7 @@ def divide_core_list(
 
 
 def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ...]], tuple[int, ...]]:
-    """The allowed cores by NUMA node without the last `count` of each, and the CPUs that are so reserved.
+    """The allowed cores by NUMA node without the last `count` of each, slow ones first, and what is so reserved.
 
     Raises:
         UsageError: no core is left.
@@ -146,7 +146,13 @@ def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ..
     nodes = machine.nodes_with_cores()
     if not count:
         return nodes, ()
-    kept = {node: cores[:-count] for node, cores in nodes.items() if len(cores) > count}
+    # x86 numbers the slow kinds last, arm64 mostly first.
+    order = {"efficiency": 1, "low power": 2}
+    kept = {}
+    for node, cores in nodes.items():
+        reserved = sorted(cores, key=lambda cpu: order.get(cpu.kind, 0))[-count:]
+        if len(cores) > count:
+            kept[node] = tuple(cpu for cpu in cores if cpu not in reserved)
     if not kept:
         most = max(map(len, nodes.values()))
         raise UsageError(
