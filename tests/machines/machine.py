@@ -55,7 +55,7 @@ class Machine:
         words = (
             f"console={shape.architecture.console} quiet panic=1 tsc=reliable nowatchdog root={boot.root}"
             f" share={','.join(map(str, boot.share))} python={boot.python} agent={GUEST / 'agent.py'}"
-            f" name={name or shape.name}"
+            f" name={name or shape.name} {shape.kernel}"
         )
         command = [shape.architecture.qemu[0], *_processor(shape), *shape.arguments(), "-nographic", "-no-reboot"]
         command += ["-kernel", str(boot.kernel), "-initrd", str(boot.ramdisk), "-append", words]

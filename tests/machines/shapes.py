@@ -39,6 +39,7 @@ class Shape:
         model: a processor of qemu's; "": the host's own.
         before: shell commands that are run after the boot.
         capacities: of the cores, as an arm64 device tree says them; empty: none.
+        kernel: more words of the kernel's command line.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Shape:
     megabytes: int = 3072
     architecture: Architecture = X86
     capacities: tuple[int, ...] = ()
+    kernel: str = ""
 
     def arguments(self) -> list[str]:
         """qemu's, but for those of the processor and the devices."""
@@ -137,6 +139,13 @@ SHAPES = (
         "8,sockets=2,cores=4",
         _even(2, 4, 2, 1536),
         before=("echo 0 > /sys/devices/system/cpu/cpu2/online", "echo 0 > /sys/devices/system/cpu/cpu5/online"),
+    ),
+    Shape(
+        "isolated",
+        "8,sockets=2,cores=4",
+        (Node("0-3", 1024), Node("4-5", 1024), Node("6-7", 768)),
+        before=("echo 0 > /sys/devices/system/cpu/cpu6/online", "echo 0 > /sys/devices/system/cpu/cpu7/online"),
+        kernel="isolcpus=2-3 nohz_full=2-3",
     ),
     Shape(
         "uneven",

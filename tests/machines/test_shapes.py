@@ -103,6 +103,22 @@ def test_cores_that_are_off_line_are_in_no_plan(machine: Machine) -> None:
     assert "2" in refused.err
 
 
+@on("isolated")
+def test_isolated_cpus_have_to_be_asked_for(machine: Machine) -> None:
+    two = ["--bind_core_list", "2-3"]
+    _, refused = plan(machine, two)
+    assert refused.status == 2
+    assert "`taskset -c 2-3`" in refused.err
+    planned = check(machine, two, ["taskset", "-c", "2-3"])
+    assert "CPUs 2-3 are isolated" in planned["warnings"][0]
+    assert not check(machine, [*two, "--num_accelerators", "2"], ["taskset", "-c", "2-3"])["warnings"]
+
+
+@on("isolated")
+def test_a_node_whose_cores_are_all_off_line_is_no_far_memory(machine: Machine) -> None:
+    assert "all of its CPUs (6-7) are off-line" in machine.anyaccel("topo").out
+
+
 @on("smt")
 def test_threads_of_a_core_stay_together(machine: Machine) -> None:
     shown = json.loads(machine.anyaccel("topo", "--json").out)

@@ -124,6 +124,7 @@ class Machine:
         allowed_memory_nodes: ids of nodes this process may bind memory to, ascending; empty where the kernel
             has no NUMA support, so that nobody asks it for what it cannot do.
         cpu_quota: how many CPUs' time a cgroup leaves this process (cpu.max); None without a limit.
+        isolated_cpus: ids of CPUs among which the kernel moves no threads (isolcpus=), ascending.
     """
 
     cpus: tuple[Cpu, ...]
@@ -131,6 +132,7 @@ class Machine:
     allowed_cpus: tuple[int, ...]
     allowed_memory_nodes: tuple[int, ...]
     cpu_quota: float | None = None
+    isolated_cpus: tuple[int, ...] = ()
 
     def cpu(self, cpu_id: int) -> Cpu | None:
         """The online logical CPU of this id, or None."""

@@ -82,7 +82,8 @@ def read_machine(root: Path | str | None = None) -> Machine:
         for node in nodes
         if node.memory_bytes and all(limit is None or node.id in limit for limit in (mems, cpuset_mems))
     )
-    return Machine(cpus, nodes, usable, usable_memory if numa else (), _cpu_quota(base))
+    isolated = numbers(read_text(f"{cpu_folder}/isolated")) or ()
+    return Machine(cpus, nodes, usable, usable_memory if numa else (), _cpu_quota(base), isolated)
 
 
 def check_recording(root: Path | str) -> None:

@@ -102,6 +102,31 @@ def test_lists_that_cannot_be(cores, ranks, message):
         divide_core_list(machine(4, allowed=[0, 1, 2]), ranks, cores)
 
 
+def test_cpus_that_the_kernel_keeps_apart_have_to_be_asked_for():
+    isolated = dataclasses.replace(machine(4, allowed=[0, 1]), isolated_cpus=(2, 3))
+    with pytest.raises(UsageError, match=r"names CPU 3,2, .*isolcpus=2-3.*`taskset -c 0,2-3`"):
+        divide_core_list(isolated, 1, (0, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "options", "environ", "warned"),
+    [
+        ((0, 1, 2, 3), {"bind_cores": True}, {}, True),
+        ((0, 1, 2, 3), {"bind_cores": True, "num_accelerators": 2}, {}, True),
+        ((0, 1, 2, 3), {"bind_cores": True, "num_accelerators": 4}, {}, False),  # a CPU each
+        ((0, 1, 2, 3), {"num_accelerators": 2}, {}, True),
+        ((0, 1), {"num_accelerators": 1}, {}, False),
+        ((1, 2, 3), {"core_list": (2, 3)}, {"OMP_PROC_BIND": "false"}, True),
+        ((1, 2, 3), {"core_list": (2, 3)}, {"OMP_PROC_BIND": "close"}, False),
+    ],
+)
+def test_threads_that_stay_where_they_start(allowed, options, environ, warned):
+    isolated = dataclasses.replace(machine(4, allowed=allowed), isolated_cpus=(2, 3))
+    warnings = plan(isolated, environ, **options).warnings
+    assert [text for text in warnings if "isolated" in text] == [text for text in warnings if "CPUs 2-3 are" in text]
+    assert any("isolated" in text for text in warnings) == warned
+
+
 # without a list
 
 

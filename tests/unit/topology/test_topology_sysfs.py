@@ -301,7 +301,7 @@ def test_a_launch_reads_only_what_a_plan_needs():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     wanted = (
-        r"/proc/(self/(status|cgroup)|meminfo|mounts)|/.+/cpu\.(max|cfs_(quota|period)_us)|/sys/devices/cpu_(core|atom|lowpower)/cpus|/sys/devices/system/cpu/(online"
+        r"/proc/(self/(status|cgroup)|meminfo|mounts)|/.+/cpu\.(max|cfs_(quota|period)_us)|/sys/devices/cpu_(core|atom|lowpower)/cpus|/sys/devices/system/cpu/(online|isolated"
         r"|cpu\d+/(topology/(physical_package_id|die_id|core_id|core_cpus(_list)?|thread_siblings(_list)?)|cpu_capacity))"
         r"|/sys/devices/system/node(/(online|has_memory|node\d+/(cpulist|cpumap|meminfo|distance)))?"
     )

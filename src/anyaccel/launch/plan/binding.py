@@ -122,6 +122,12 @@ def divide_core_list(
             f"(or which is offline); it has {format_cpu_list(online)}"
         )
     forbidden = [core for core in core_list if core not in machine.allowed_cpus]
+    if forbidden and set(forbidden).issubset(machine.isolated_cpus):
+        raise UsageError(
+            f"--bind_core_list names CPU {format_cpu_list(forbidden)}, which this kernel keeps from processes that do "
+            f"not ask for them (isolcpus={format_cpu_list(machine.isolated_cpus)}); ask for them by putting "
+            f"`taskset -c {format_cpu_list(sorted(core_list))}` in front of the command"
+        )
     if forbidden:
         raise UsageError(
             f"--bind_core_list names CPU {format_cpu_list(forbidden)}, which this process may not use "

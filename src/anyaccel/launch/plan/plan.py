@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.counts import parse_count
-from anyaccel.launch.plan.binding import CoreShares, bind_ranks
+from anyaccel.launch.plan.binding import CoreShares, RankShare, bind_ranks
 from anyaccel.launch.plan.devices import narrow_devices
 from anyaccel.launch.plan.numeric import openmp_binding
 from anyaccel.launch.plan.options import BindingOptions, LaunchOptions
@@ -284,6 +284,12 @@ def rank_environments(
         variables, kept, replaced = openmp_binding([share.cores for share in shares.ranks], environ)
         notes += kept
         warnings += replaced
+    isolated = _isolated(machine, shares.ranks)
+    if isolated and environ.get("OMP_PROC_BIND", "false").strip().lower() in ("", "false"):
+        warnings.append(
+            f"CPUs {format_cpu_list(isolated)} are isolated (isolcpus): the threads of a worker all stay on the CPU "
+            "where they start; give each worker one such CPU, or set OMP_PROC_BIND=close, which spreads OpenMP's"
+        )
     threads_of = [len(share.cores) or max(1, cores // ranks) for share in shares.ranks]
     if machine.cpu_quota is not None and machine.cpu_quota < sum(threads_of) and not users_threads:
         most = max(1, int(machine.cpu_quota / ranks))
@@ -301,6 +307,12 @@ def rank_environments(
         if environ.get("LD_PRELOAD"):
             notes.append(f"LD_PRELOAD={environ['LD_PRELOAD']} comes after {allocator}")
     return variables, notes, warnings
+
+
+def _isolated(machine: Machine, shares: Sequence[RankShare]) -> list[int]:
+    """The isolated CPUs of workers that have several CPUs."""
+    several = [cpus for share in shares if len(cpus := share.cores or machine.allowed_cpus) > 1]
+    return sorted({cpu for cpus in several for cpu in cpus}.intersection(machine.isolated_cpus))
 
 
 def check_strict(options: BindingOptions, warnings: Sequence[str]) -> None:
