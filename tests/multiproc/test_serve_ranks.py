@@ -190,17 +190,15 @@ async def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
     assert not ranks_below(os.getpid(), "anyaccel.serve.engine.rank")
 
 
-def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_what_is_not_native_is_not_divided(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match="max_context=5000: the model's context has 1024 tokens"):
         open_engine(folder, ModelOptions("fp32", threads=1), Screen(), EngineSettings(max_context=5000))
     family_cases.build("diffllama").save_pretrained(tmp_path / "other")
     other, options = tmp_path / "other", ModelOptions("fp32", threads=1)
-    said = "models of the native and the device runtime only, which have no .*; anyaccel generate"
-    with pytest.raises(UsageError, match=said):
-        open_engine(other, options, Screen())
-    with pytest.raises(UsageError, match=r"^--runtime plain: anyaccel serve has models of the native and the device"):
-        open_engine(other, replace(options, runtime="plain"), Screen())
-    # Ranks say the same, before they load what they cannot use.
-    with pytest.raises(RankError, match=f"^anyaccel serve has {said}") as ranks:
+    with pytest.raises(UsageError, match="^--runtime plain: anyaccel serve divides and copies models of the native"):
+        open_engine(other, replace(options, runtime="plain", tp=2), Screen())
+    with pytest.raises(
+        RankError, match=r"^anyaccel serve divides and copies models of .* \(these have no .*\)"
+    ) as ranks:
         open_engine(other, replace(options, tp=2), Screen())
     assert ranks.value.exit_code == 2
