@@ -195,7 +195,7 @@ def test_what_is_not_native_is_not_divided(tmp_path: Path, folder: Path) -> None
         open_engine(folder, ModelOptions("fp32", threads=1), Screen(), EngineSettings(max_context=5000))
     family_cases.build("diffllama").save_pretrained(tmp_path / "other")
     other, options = tmp_path / "other", ModelOptions("fp32", threads=1)
-    with pytest.raises(UsageError, match="^--runtime plain: anyaccel serve divides and copies models of the native"):
+    with pytest.raises(UsageError, match=r"^--runtime plain: anyaccel serve divides and copies models of the native"):
         open_engine(other, replace(options, runtime="plain", tp=2), Screen())
     with pytest.raises(
         RankError, match=r"^anyaccel serve divides and copies models of .* \(these have no .*\)"
