@@ -14,7 +14,7 @@ from anyaccel.inference.generate import sizes_of
 from anyaccel.inference.native.runtime import SHARE_OF_MEMORY, Callbacks, NativeModel, RankPlace
 from anyaccel.inference.opening import OwnCode
 from anyaccel.inference.options import ModelOptions
-from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.decoder import DecoderSpec, Rope
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def own_code_model(path: Path, code: OwnCode, options: ModelOptions, callbacks: 
 
     from anyaccel import _llm
     from anyaccel.inference.engine import own_code_engine
-    from anyaccel.inference.generic.executor import BatchedExecutor, OneByOneExecutor
+    from anyaccel.inference.generic.executor import BatchedExecutor, OneByOneExecutor, depends_on_length
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -53,7 +53,9 @@ def own_code_model(path: Path, code: OwnCode, options: ModelOptions, callbacks: 
         executor, how = OneByOneExecutor(module, limit, weights), "one after another"
     callbacks.line(f"{code}; requests are computed {how}")
     vocabulary, context = sizes_of(engine)
-    spec = DecoderSpec(vocabulary, config.get_text_config().hidden_size, (), None, max_tokens=context)
+    # The server reads of it whether prefixes may be shared.
+    ropes = (Rope((1.0,), dynamic_from=1),) if depends_on_length(config) else ()
+    spec = DecoderSpec(vocabulary, config.get_text_config().hidden_size, (), None, ropes=ropes, max_tokens=context)
     return NativeModel(
         _llm.ExternalModel(spec, executor),
         spec,

@@ -134,6 +134,18 @@ def test_a_prompt_may_come_in_parts(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_positions_that_depend_on_the_length_are_each_sequences_own() -> None:
+    """A long text beside a short one does not change the frequencies of the short one's rotary positions."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    module = _module("LlamaConfig", {"rope_parameters": rope, "max_position_embeddings": 16})
+    with pytest.raises(ModelError, match="depend on the longest"):
+        BatchedExecutor(module, 1 << 24, 0)
+    prompts = ([7, 8, 9] * 12, [40, 41], list(range(100, 120)))
+    expected = [_expected(module, prompt, 6) for prompt in prompts]
+    model = _model(OneByOneExecutor(module, 1 << 24, 0))
+    assert _answer(model, [_llm.Request(model, prompt, {"max_new_tokens": 6}) for prompt in prompts]) == expected
+
+
 def test_two_that_share_a_prefix_do_not_see_each_other(tmp_path: Path) -> None:
     module = _module(*TOGETHER["llama"])
     first, second = [*PROMPTS[0], 20], [*PROMPTS[0], 30]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -104,6 +104,18 @@ def _copy_to_host(values: torch.Tensor, address: int) -> None:
 def _alike(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
     limit = 1e-3 if dtype == torch.float32 else 0.06
     return bool((found - expected).abs().max() <= limit * expected.abs().max())
+
+
+def depends_on_length(config: Any) -> bool:
+    """Whether rotary frequencies, and with them cached keys, change with a text's length (dynamic NTK, longrope)."""
+
+    def values(part: Any) -> Iterator[Any]:
+        if isinstance(part, Mapping):
+            yield from (part[name] for name in ("rope_type", "type") if isinstance(part.get(name), str))
+            for each in part.values():
+                yield from values(each)
+
+    return not {"dynamic", "longrope"}.isdisjoint(values(config.to_dict()))
 
 
 # All sequences together -----------------------------------------------------------------------------------
@@ -278,6 +290,8 @@ class BatchedExecutor(_Executor):
         kind = type(module)
         if getattr(kind, "_is_stateful", False) or not getattr(kind, "_supports_attention_backend", False):
             raise ModelError(f"{kind.__name__} has states of its own, or an attention of its own")
+        if depends_on_length(module.config):
+            raise ModelError(f"the rotary positions of {kind.__name__} depend on the longest sequence")
         usual = module.config._attn_implementation
         ids = torch.arange(8, device=self.device)[None] % module.get_input_embeddings().weight.shape[0]
         with torch.inference_mode():
@@ -396,6 +410,7 @@ class OneByOneExecutor(_Executor):
         self.most_tokens = getattr(config, "max_position_embeddings", None) or 1 << 20
         # How a sequence goes on: with its own cache, and by several tokens at once. Else it is computed from its
         # beginning, which gives the same answer.
+        self._forgets_lengths = depends_on_length(module.config)
         self.keeps_states = self.continues = True
         self.keeps_states = self._is_same((5, 6))
         self.continues = self.keeps_states and self._is_same((3, 6))
@@ -458,6 +473,8 @@ class OneByOneExecutor(_Executor):
             state = TorchSequence(self.module, torch.tensor([own.tokens], device=self.device), 1)
         else:
             state.append(torch.tensor(tokens, device=self.device))
+        if self._forgets_lengths:  # the module's frequencies may be those of another, longer text
+            self.module(input_ids=torch.tensor([own.tokens[:1]], device=self.device), use_cache=False)
         output = state.step(output_hidden_states=hidden)
         own.state = state if self.keeps_states else None
         count = len(tokens)
