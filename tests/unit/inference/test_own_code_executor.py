@@ -157,6 +157,28 @@ def test_two_that_share_a_prefix_do_not_see_each_other(tmp_path: Path) -> None:
     assert _answer(model, both) == expected
 
 
+def test_rows_of_another_width_than_the_config_says_are_an_error() -> None:
+    module = _module(*TOGETHER["llama"])
+    module.config.vocab_size = VOCAB - 44
+    spec = DecoderSpec(VOCAB - 44, 32, (), None, max_tokens=128)
+    model = _llm.ExternalModel(spec, BatchedExecutor(module, 1 << 24, 0))
+    with pytest.raises(ModelError, match="its config says"):
+        _answer(model, [_llm.Request(model, PROMPTS[0], {"max_new_tokens": 2, "logprobs": 1})])
+
+
+def test_clearing_a_sequence_leaves_those_that_share_its_beginning() -> None:
+    module = _module(*TOGETHER["llama"])
+    executor = BatchedExecutor(module, 1 << 24, 0)
+    executor.change(0, -1, 0)
+    executor.compute([(0, 0, PROMPTS[0], 0)], False)
+    executor.change(1, 0, len(PROMPTS[0]))
+    expected, _ = executor.compute([(1, len(PROMPTS[0]), [9], 0)], False)
+    executor.change(2, 0, len(PROMPTS[0]))
+    executor.clear(0)
+    found, _ = executor.compute([(2, len(PROMPTS[0]), [9], 0)], False)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_full_cache_is_an_error() -> None:
     model = _model(BatchedExecutor(_module(*TOGETHER["llama"]), 1 << 10, 0))
     with pytest.raises(ModelError, match="cache"):

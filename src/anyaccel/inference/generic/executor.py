@@ -64,6 +64,8 @@ class _Executor:
         self.most_tokens = _MOST_TOKENS
         self.token_bytes = 1
         self.device = next(module.parameters()).device
+        config = module.config.get_text_config()
+        self._widths = (config.vocab_size, config.hidden_size)  # of the rows that `_llm` has room for
 
     def run(
         self,
@@ -75,6 +77,11 @@ class _Executor:
         hidden: int,
     ) -> list[int]:
         logits_TV, hidden_TE = self.compute(segments, bool(hidden_rows))
+        found = (logits_TV.shape[1], self._widths[1] if hidden_TE is None else hidden_TE.shape[1])
+        if found != self._widths:
+            raise ModelError(
+                f"the model gives rows of {found} logits and hidden values, its config says {self._widths}"
+            )
         if logits_rows:
             _copy_to_host(logits_TV[list(logits_rows)], logits)
         if hidden_rows:
@@ -352,8 +359,9 @@ class BatchedExecutor(_Executor):
 
     def clear(self, sequence: int) -> None:
         for layer in self._sequences[sequence].layers.values():
-            layer.keys.zero_()
-            layer.values.zero_()
+            if layer.own:  # others have had theirs from before
+                layer.keys.zero_()
+                layer.values.zero_()
 
     @_inference
     def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
