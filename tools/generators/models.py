@@ -172,7 +172,8 @@ def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
     of_way: dict[str, list[str]] = {}
     for name, found in taken.items():
-        way = "recurrent" if name in family_cases.RECURRENT else "native" if name in FAMILIES else found["way"]
+        recurrent = {name, f"{name}_text"} & family_cases.RECURRENT  # transformers takes the decoder of a whole model
+        way = "recurrent" if recurrent else "native" if name in FAMILIES else found["way"]
         of_way.setdefault(way, []).append(name)
     heads = {
         "native": "In the native and the device runtime",

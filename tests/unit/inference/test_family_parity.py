@@ -235,6 +235,10 @@ def test_long_prompts_of_a_padded_batch(name: str) -> None:
         logits_BTV = torch.cat(parts, 1)
         for row, length in reversed(list(enumerate(lengths))):  # shortest first, as above
             tokens = ids_BT[row : row + 1, width - length :]
+            if name in family_cases.RECURRENT:
+                # All at once: transformers limits Mamba-2's steps (Nemotron-H: to at least 0.001) in prompts only.
+                _assert_close(logits_BTV[row, width - length :], model(tokens).logits[0])
+                continue
             plain = model(tokens[:, :length], use_cache=True)
             rows = [plain.logits[0]]
             for step in range(length, length + steps):

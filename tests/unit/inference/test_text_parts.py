@@ -74,6 +74,20 @@ LATENT = {
 }
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+DELTA = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 SQUARE = {"image_size": [28, 28], "patch_size": [14, 14]}
 RESAMPLER = {
     "hidden_size": 64,
@@ -154,6 +168,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}},
     ),
     "qwen2_5_vl": (MROPE, {"vision_config": DEEP}),
+    "qwen3_5": ({**DELTA, "head_dim": 16}, {"vision_config": DEEP}),
+    "qwen3_5_moe": ({**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}, {"vision_config": DEEP}),
     "qwen3_vl": ({**MROPE, "head_dim": 16}, {"vision_config": STACKED}),
     "qwen3_vl_moe": ({**MROPE, **EXPERTS}, {"vision_config": STACKED}),
     "voxtral": (

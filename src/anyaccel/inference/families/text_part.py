@@ -38,6 +38,8 @@ READS = {
     "qwen2_5_vl": _IMAGES,
     "qwen2_audio": _SOUND,
     "qwen2_vl": _IMAGES,
+    "qwen3_5": _IMAGES,
+    "qwen3_5_moe": _IMAGES,
     "qwen3_vl": _IMAGES,
     "qwen3_vl_moe": _IMAGES,
     "smolvlm": _IMAGES,
