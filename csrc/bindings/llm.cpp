@@ -252,7 +252,14 @@ void bind_model(nb::module_& m) {
             return self.read(fd, offset, report);
           },
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
-      .def("finish", &DecoderModel::finish, no_gil);
+      .def("finish", &DecoderModel::finish, no_gil)
+      .def(
+          "encode",
+          [](DecoderModel& self, const std::vector<int64_t>& counts, uintptr_t tokens, uintptr_t types,
+             uintptr_t hidden) {
+            self.encode(counts, pointer<const int64_t>(tokens), pointer<const int64_t>(types), pointer<float>(hidden));
+          },
+          nb::arg("counts"), nb::arg("tokens"), nb::arg("types"), nb::arg("hidden"), no_gil);
   nb::class_<ExternalModel, Model>(m, "ExternalModel")
       .def(nb::new_([](const nb::handle& spec, nb::object executor) {
              auto model = std::make_shared<ExternalModel>(read_spec(spec), std::move(executor));

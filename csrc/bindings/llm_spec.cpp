@@ -145,6 +145,15 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   optional(from, "value_norm", spec.value_norm, read_norm);
   get(from, "kv_layer", spec.kv_layer);
   get(from, "gated", spec.gated);
+  get(from, "bidirectional", spec.bidirectional);
+  return spec;
+}
+
+llm::RelativeBiasSpec read_relative_bias(const nb::handle& from) {
+  llm::RelativeBiasSpec spec;
+  get(from, "buckets", spec.buckets);
+  get(from, "max_distance", spec.max_distance);
+  get(from, "heads", spec.heads);
   return spec;
 }
 
@@ -306,6 +315,8 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   get(from, "stages", spec.stages);
   get(from, "first_layer", spec.first_layer);
   optional(from, "layer_inputs", spec.layer_inputs, read_layer_inputs);
+  get(from, "token_types", spec.token_types);
+  optional(from, "relative_bias", spec.relative_bias, read_relative_bias);
   return spec;
 }
 

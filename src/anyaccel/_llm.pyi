@@ -168,6 +168,9 @@ class DecoderModel(Model):
     def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
     def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
+    # Of an encoder: float32 [all tokens, hidden] at `hidden` from int64 tokens of whole sequences, counts[i] of them
+    # one after another. `types`: int64 too, 0 where all are 0.
+    def encode(self, counts: Sequence[int], tokens: int, types: int, hidden: int) -> None: ...
 
 class Executor(Protocol):
     """What ExternalModel calls, in one thread at a time. ModelError: there is no memory, or the model is at fault."""

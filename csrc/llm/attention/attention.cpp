@@ -45,6 +45,11 @@ int64_t first_seen(const AttentionOptions& options, int64_t position) {
   return first;
 }
 
+int64_t end_of_seen(const AttentionOptions& options, int64_t position, int64_t length) {
+  if (!options.bidirectional) return position + 1;
+  return options.window > 0 ? std::min(length, position + options.window) : length;
+}
+
 Division divide(const Query& query, const AttentionShape& shape, const AttentionOptions& options) {
   Division d{};
   d.rows = static_cast<int64_t>(query.tokens) * (shape.heads / shape.kv_heads);
@@ -76,7 +81,7 @@ void pieces(const Query& query, const Division& d, const AttentionShape& shape, 
       piece.first_row = block * kPrefillRows;
       piece.rows = std::min<int64_t>(kPrefillRows, d.rows - piece.first_row);
       const int64_t first_token = piece.first_row / group, last_token = (piece.first_row + piece.rows - 1) / group;
-      const int64_t end = query.position + last_token + 1;
+      const int64_t end = end_of_seen(options, query.position + last_token, query.position + query.tokens);
       for (int64_t part = 0; part < d.parts; ++part) {
         const int64_t pages = d.end_page - d.begin_page;
         piece.begin = (d.begin_page + pages * part / d.parts) * kPageTokens;
@@ -212,6 +217,7 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       AttentionOptions options = step.options;
       if (options.alibi_slopes != nullptr) options.alibi_slopes += piece.kv_head * group;
       if (options.sinks != nullptr) options.sinks += piece.kv_head * group;
+      if (options.bias != nullptr) options.bias += piece.kv_head * group * options.bias_head;
       AttendTask task{};
       task.layout = &layout;
       task.options = &options;
@@ -225,6 +231,7 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       task.position = query.position;
       task.begin = piece.begin;
       task.end = piece.end;
+      task.length = query.position + query.tokens;
       task.scratch = memory + thread_scratch_floats(layout) * static_cast<size_t>(thread);
       if (d.parts == 1) {
         task.out =

@@ -40,6 +40,10 @@ struct AttentionOptions {
   int chunk = 0;      // > 0: a token sees the tokens of its own chunk of that many positions (Llama 4)
   const float* alibi_slopes = nullptr;  // [heads]: score += slope * (key position - query position)
   const float* sinks = nullptr;         // [heads]: a logit that takes part in the softmax and has no value (GPT-OSS)
+  // A token also sees those behind it (encoders), with a window as many as before it. A query has a whole sequence.
+  bool bidirectional = false;
+  const float* bias = nullptr;  // score += bias[head * bias_head + key position - query position]; 16 more can be read
+  int64_t bias_head = 0;
 };
 
 // A step's keys and values do not fit the cache.

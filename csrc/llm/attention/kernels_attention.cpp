@@ -19,6 +19,8 @@ constexpr float kLog2E = 1.44269504088896341f;
 struct Rows {
   int64_t position[kTaskRows];
   int64_t first_seen[kTaskRows];
+  int64_t end[kTaskRows];        // behind the last one seen
+  const float* bias[kTaskRows];  // of the key at position 0; or null
   float slope[kTaskRows];
   float largest[kTaskRows + kLanes];  // score so far
   float total[kTaskRows][kLanes];     // of 2^(score - largest), by lanes
@@ -33,7 +35,7 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
   for (int r = 0; r < count; ++r) {
     float* const s = scores + r * kPageTokens;
     const int64_t position = rows.position[first + r];
-    const int64_t low = rows.first_seen[first + r] - page_begin, high = position + 1 - page_begin;
+    const int64_t low = rows.first_seen[first + r] - page_begin, high = rows.end[first + r] - page_begin;
     Vec top = broadcast(-kInfinity);
     if (!kScaled && !kChanged && low <= 0 && high >= columns) {
       for (int j = 0; j < columns; j += kLanes) top = max(load(s + j), top);
@@ -47,6 +49,7 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
         if (cap > 0) v = mul(broadcast(cap), tanh(mul(v, broadcast(1.0f / cap))));
         v = fma(broadcast(rows.slope[first + r]), add(iota(), broadcast(static_cast<float>(page_begin + j - position))),
                 v);
+        if (rows.bias[first + r] != nullptr) v = add(v, load(rows.bias[first + r] + page_begin + j));
         v = mul(v, broadcast(kLog2E));
       }
       if (j < low || j + kLanes > high) {
@@ -91,6 +94,11 @@ int64_t first_seen(const AttentionOptions& options, int64_t position) {
   return first;
 }
 
+int64_t end_of_seen(const AttentionOptions& options, int64_t position, int64_t length) {
+  if (!options.bidirectional) return position + 1;
+  return options.window > 0 && position + options.window < length ? position + options.window : length;
+}
+
 float exp2_of(float x) {
   float result[kLanes];
   store(result, exp2(broadcast(x)));
@@ -124,7 +132,7 @@ void attend_rows(const AttendTask& task) {
   float* const sums = q + kTaskRows * k;
   float* const scores = sums + kTaskRows * width;
   [[maybe_unused]] RoundedQueries rounded(layout, scores + kTaskRows * kPageTokens);
-  const bool changed = options.softcap > 0 || options.alibi_slopes != nullptr;
+  const bool changed = options.softcap > 0 || options.alibi_slopes != nullptr || options.bias != nullptr;
   const float scale = changed ? options.scale : options.scale * kLog2E;
   Rows rows;
   const auto token_of = [&](int r) { return (task.first_row + r) / task.group; };
@@ -139,6 +147,8 @@ void attend_rows(const AttendTask& task) {
     for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, broadcast(0.0f));
     rows.position[r] = task.position + token_of(r);
     rows.first_seen[r] = first_seen(options, rows.position[r]);
+    rows.end[r] = end_of_seen(options, rows.position[r], task.length);
+    rows.bias[r] = options.bias == nullptr ? nullptr : options.bias + head_of(r) * options.bias_head - rows.position[r];
     rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head_of(r)];
     rows.largest[r] = -kInfinity;
     store(rows.total[r], broadcast(0.0f));
@@ -151,7 +161,7 @@ void attend_rows(const AttendTask& task) {
     const int64_t page_begin = page * kPageTokens;
     for (int first = 0; first < task.rows; first += kTileRows) {
       const int count = task.rows - first < kTileRows ? task.rows - first : kTileRows;
-      const int64_t last = rows.position[first + count - 1] + 1;
+      const int64_t last = rows.end[first + count - 1];
       const int64_t end = (last < task.end ? last : task.end) - page_begin;
       if (end <= 0 || rows.first_seen[first] >= page_begin + kPageTokens) continue;
       const int tokens = end < kPageTokens ? static_cast<int>(end) : kPageTokens;

@@ -36,7 +36,7 @@ constexpr size_t kGroupScaleBytes = 2 * kPageTokens * sizeof(uint16_t);  // scal
 // Rows attended together: row r is head r % group of the query's token r / group.
 struct AttendTask {
   const HeadLayout* layout;
-  const AttentionOptions* options;  // alibi_slopes and sinks: of the KV head's first query head
+  const AttentionOptions* options;  // alibi_slopes, sinks and bias: of the KV head's first query head
   uint8_t* const* pages;            // of the sequence
   size_t offset;                    // of the layer and KV head in a page
   const float* q;                   // of the query's first token and the group's first head
@@ -45,6 +45,7 @@ struct AttendTask {
   int first_row, rows;  // rows <= kTaskRows
   int64_t position;     // of the query's first token
   int64_t begin, end;   // tokens of the context to attend to; begin is a multiple of kPageTokens
+  int64_t length;       // of the sequence with the query
   float* scratch;       // task_scratch_floats()
   // A whole context's result, divided by the sum (sinks included), like AttentionStep::out; or null:
   float* out;

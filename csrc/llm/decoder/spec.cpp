@@ -130,6 +130,33 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
     fail(where, "residual_from_norm needs attention and an mlp");
 }
 
+// What tokens see each other by is for whole sequences, whose keys and values all layers have in one place.
+void check_encoder(const DecoderSpec& spec) {
+  const bool encoder = spec.is_encoder();
+  for (size_t i = 0; i < spec.layers.size(); ++i) {
+    const std::string where = "layer " + std::to_string(i) + ": ";
+    const LayerSpec& layer = spec.layers[i];
+    if ((layer.attention && layer.attention->bidirectional) != encoder)
+      fail(where, "all layers are bidirectional, or none");
+    if (!encoder) continue;
+    const AttentionSpec& a = *layer.attention;
+    const AttentionSpec& first = *spec.layers.front().attention;
+    if (a.heads != first.heads || a.kv_heads != first.kv_heads || a.head_dim != first.head_dim ||
+        a.value_dim != first.value_dim)
+      fail(where, "bidirectional layers have the same heads");
+    if (!a.own_keys() || a.mla || a.chunk > 0 || layer.is_recurrent())
+      fail(where, "bidirectional attention goes with neither kv_layer, mla, chunk nor a recurrent mixer");
+  }
+  if (encoder && (spec.size > 1 || spec.stages > 1)) fail("", "bidirectional attention is for one rank");
+  if (!encoder && (spec.token_types > 0 || spec.relative_bias))
+    fail("", "token_types and relative_bias are of bidirectional attention");
+  if (!spec.relative_bias) return;
+  in_range("", "relative_bias.buckets", spec.relative_bias->buckets, 4, 1 << 16);
+  in_range("", "relative_bias.max_distance", spec.relative_bias->max_distance, spec.relative_bias->buckets / 4 + 1);
+  if (spec.relative_bias->heads != spec.layers.front().attention->heads)
+    fail("", "relative_bias is of " + std::to_string(spec.relative_bias->heads) + " heads, the layers have others");
+}
+
 }  // namespace
 
 void check(const DecoderSpec& spec) {
@@ -158,6 +185,8 @@ void check(const DecoderSpec& spec) {
     in_range("", "layer_inputs.vocab", inputs.vocab, 1, INT32_MAX);
     if (spec.stages > 1) fail("", "layer_inputs need the embedding, which one of several stages has");
   }
+  in_range("", "token_types", spec.token_types, 0, 1 << 16);
+  check_encoder(spec);
   for (const RopeSpec& rope : spec.ropes) {
     in_range("", "inv_freq", static_cast<int64_t>(rope.inv_freq.size()), 1, 1 << 13);
     if (!rope.long_inv_freq.empty() && rope.long_inv_freq.size() != rope.inv_freq.size())

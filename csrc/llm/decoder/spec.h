@@ -72,6 +72,7 @@ struct AttentionSpec {
   std::optional<NormSpec> value_norm;
   int kv_layer = -1;
   bool gated = false;
+  bool bidirectional = false;
 
   bool own_keys() const { return kv_layer < 0; }
 };
@@ -156,6 +157,12 @@ struct LayerInputsSpec {
   NormSpec norm;
 };
 
+struct RelativeBiasSpec {
+  int buckets = 0;
+  int max_distance = 0;
+  int heads = 0;
+};
+
 struct InputGateSpec {
   MlpSpec mlp;
   NormSpec norm;
@@ -204,7 +211,13 @@ struct DecoderSpec {
   int stages = 1;
   int first_layer = 0;
   std::optional<LayerInputsSpec> layer_inputs;
+  int64_t token_types = 0;
+  std::optional<RelativeBiasSpec> relative_bias;
 
+  // Whether tokens see those behind them: whole sequences are computed, and nothing of them is kept.
+  bool is_encoder() const {
+    return !layers.empty() && layers.front().attention && layers.front().attention->bidirectional;
+  }
   bool is_first_stage() const { return stage == 0; }
   bool is_last_stage() const { return stage == stages - 1; }
   int64_t own_vocab() const { return vocab_count > 0 ? vocab_count : vocab; }

@@ -47,11 +47,15 @@ class WeightWalk {
   virtual ~WeightWalk() = default;
 
   // What comes before the layers.
-  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm,
-              LinearWeights& layer_embed, LinearWeights& layer_projection, Norm& layer_projection_norm) {
+  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, LinearWeights& token_types,
+              const float*& relative_bias, Norm& embed_norm, LinearWeights& layer_embed,
+              LinearWeights& layer_projection, Norm& layer_projection_norm) {
     if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
     if (!spec.is_first_stage()) return;
     if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
+    if (spec.token_types > 0) matrix("token_types", spec.token_types, hidden_, token_types);
+    if (spec.relative_bias)
+      relative_bias = vector("relative_bias", product(spec.relative_bias->buckets, spec.relative_bias->heads));
     norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
     if (!spec.layer_inputs) return;
     const LayerInputsSpec& inputs = *spec.layer_inputs;
@@ -216,7 +220,8 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   List list(spec.hidden);
   LinearWeights linear;
   Norm norm;
-  list.before(spec, linear, linear, norm, linear, linear, norm);
+  const float* values = nullptr;
+  list.before(spec, linear, linear, linear, values, norm, linear, linear, norm);
   list.after(spec, linear, norm);
   return list.found;
 }
@@ -246,9 +251,10 @@ class Weights::Builder final : WeightWalk {
     memory_ = memory;
     offset_ = 0;
     used_ = 0;
-    LinearWeights embed, positions, layer_embed;
-    before(spec_, embed, positions, weights_.embed_norm, layer_embed, weights_.layer_projection,
-           weights_.layer_projection_norm);
+    LinearWeights embed, positions, token_types, layer_embed;
+    before(spec_, embed, positions, token_types, weights_.relative_bias, weights_.embed_norm, layer_embed,
+           weights_.layer_projection, weights_.layer_projection_norm);
+    weights_.token_types = token_types.w;
     weights_.embed = embed.w;
     weights_.positions = positions.w;
     weights_.layer_embed = layer_embed.w;

@@ -109,7 +109,8 @@ class Weights {
   };
   Load load(const DecoderSpec& spec) const;
 
-  Matrix embed, positions, layer_embed;
+  Matrix embed, positions, token_types, layer_embed;
+  const float* relative_bias = nullptr;  // [buckets, heads]
   LinearWeights layer_projection;
   Norm layer_projection_norm;
   LinearWeights head;

@@ -257,8 +257,13 @@ void StepThread::attention(size_t index) noexcept {
   step.cache = &forward_.cache_;
   step.layer = forward_.cache_layers_[index];
   step.options = AttentionOptions{
-      spec.scale,   spec.softcap, spec.window, spec.chunk, spec.alibi.empty() ? nullptr : spec.alibi.data(),
-      weights.sinks};
+      spec.scale,    spec.softcap,      spec.window, spec.chunk, spec.alibi.empty() ? nullptr : spec.alibi.data(),
+      weights.sinks, spec.bidirectional};
+  if (spec_.relative_bias) {
+    const int64_t length = forward_.distances_length_;
+    step.options.bias = forward_.distances_.data() + length;
+    step.options.bias_head = 2 * length + kPageTokens;
+  }
   step.queries = &step_.queries;
   step.out = shared_.out.get();
   step.out_stride = padded_stride(forward_.widths_.out);

@@ -2,6 +2,7 @@
 #include "llm/forward/forward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "comm/errors.h"
@@ -78,6 +79,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   rotations_.resize(spec.ropes.size());
   int with_attention = 0;
   for (const LayerSpec& layer : spec.layers) cache_layers_.push_back(layer.attention ? with_attention++ : -1);
+  if (spec.is_encoder()) std::fill(cache_layers_.begin(), cache_layers_.end(), 0);  // nothing is seen by later steps
 }
 
 size_t Forward::slot_floats() const {
@@ -88,8 +90,9 @@ size_t Forward::slot_floats() const {
 
 void Forward::prepare(const StepTokens& step) {
   const auto tokens = static_cast<int64_t>(step.tokens.size());
-  const int64_t room =
-      tokens <= kGemvTokens && !step.prompt ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
+  const int64_t room = tokens <= kGemvTokens && !step.prompt
+                           ? tokens
+                           : std::max(tokens, std::min((tokens + 127) / 128 * 128, most_tokens_));
   workspace_.reserve(widths_, spec_, shapes_, room, team_.size());
   positions_.resize(static_cast<size_t>(tokens));
   for (RopeTable& rope : ropes_) rope.reset();
@@ -102,6 +105,8 @@ void Forward::prepare(const StepTokens& step) {
                              &rotations_[rope][static_cast<size_t>(query.row)]);
   }
   if (states_.floats > 0) find_spans(step);
+  if (spec_.relative_bias)
+    for (const Query& query : step.queries) spread_bias(query.tokens);
   AttentionShape last{};
   for (const LayerSpec& layer : spec_.layers) {
     if (!layer.attention) continue;
@@ -110,6 +115,33 @@ void Forward::prepare(const StepTokens& step) {
     if (!(shape == last)) scratch_.reserve(shape, step.queries, team_.size());
     last = shape;
   }
+}
+
+// The buckets of distances are those of T5 (Raffel et al., 2020) for tokens that see both ways: half of them are of
+// keys behind the query; in each half the first ones have one distance, the others grow with its logarithm.
+void Forward::spread_bias(int64_t length) {
+  if (length <= distances_length_) return;
+  length = std::max(length, std::min<int64_t>(2 * distances_length_, std::max<int64_t>(spec_.max_tokens, 512)));
+  const RelativeBiasSpec& spec = *spec_.relative_bias;
+  const int heads = spec.heads;
+  const int half = spec.buckets / 2, exact = half / 2;
+  const int64_t width = 2 * length + kPageTokens;  // whole blocks of keys are read
+  std::vector<float> values(static_cast<size_t>(width * heads));
+  for (int64_t i = 0; i < 2 * length; ++i) {
+    const int64_t distance = i - length, far = std::abs(distance);
+    int64_t bucket = far;
+    if (far >= exact) {
+      const float grown = std::log(static_cast<float>(far) / static_cast<float>(exact)) /
+                          static_cast<float>(std::log(static_cast<double>(spec.max_distance) / exact)) *
+                          static_cast<float>(half - exact);
+      bucket = std::min<int64_t>(exact + static_cast<int64_t>(grown), half - 1);
+    }
+    if (distance > 0) bucket += half;
+    for (int head = 0; head < heads; ++head)
+      values[static_cast<size_t>(head * width + i)] = weights_.relative_bias[bucket * heads + head];
+  }
+  distances_.swap(values);
+  distances_length_ = length;
 }
 
 // Queries of tokens that pass apart are one span: a recurrent mixer takes one token after the other anyway.
@@ -269,6 +301,11 @@ void StepThread::embed() noexcept {
       float* position = own_.row.get();
       weights_.positions.row(forward_.positions_[static_cast<size_t>(t)] + spec_.position_offset, position);
       add(row, position, 1.0f, spec_.hidden);
+    }
+    if (spec_.token_types > 0) {
+      float* type = own_.row.get();
+      weights_.token_types.row(step_.types.empty() ? 0 : step_.types[static_cast<size_t>(t)], type);
+      add(row, type, 1.0f, spec_.hidden);
     }
     norm(weights_.embed_norm, row, spec_.hidden, row);
   }

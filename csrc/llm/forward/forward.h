@@ -25,6 +25,7 @@ struct StepTokens {
   // The length of each query's sequence at the end of the whole call: rotary positions may depend on it.
   std::vector<int64_t> contexts;
   std::vector<int32_t> tokens;
+  std::vector<int32_t> types;          // of the tokens; empty: all are 0
   std::vector<int32_t> wanted;         // rows of tokens whose logits are wanted, ascending
   std::vector<int32_t> hidden_wanted;  // rows of other tokens whose hidden states after the last norm are
   float* logits = nullptr;             // [wanted, vocab]
@@ -39,6 +40,7 @@ struct StepTokens {
     queries.clear();
     contexts.clear();
     tokens.clear();
+    types.clear();
     wanted.clear();
     hidden_wanted.clear();
   }
@@ -76,6 +78,8 @@ class Forward {
 
   void prepare(const StepTokens& step);
   void find_spans(const StepTokens& step);
+  // Room for sequences of `length` tokens in distances_.
+  void spread_bias(int64_t length);
   void run_all(const StepTokens& step);
 
   const DecoderSpec& spec_;
@@ -94,6 +98,9 @@ class Forward {
   std::vector<RopeTable> ropes_;
   const StateLayout states_;
   std::vector<int> cache_layers_;  // of each layer with attention: its number in the cache
+  // Of encoders with relative_bias: for each head one value for each distance of a key and a query, from -length on.
+  std::vector<float> distances_;
+  int64_t distances_length_ = 0;
 
   // State of the current run.
   std::vector<int64_t> positions_;                // of each token

@@ -19,6 +19,7 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
   std::vector<AttentionShape> shapes;
   std::vector<int> places;  // of each layer's attention among them
   for (const LayerSpec& layer : spec.layers) {
+    if (spec.is_encoder() && !shapes.empty()) break;  // each layer's are written over those of the layer before
     places.push_back(layer.attention ? static_cast<int>(shapes.size()) : -1);
     if (!layer.attention) continue;
     const AttentionSpec& a = *layer.attention;
@@ -200,7 +201,67 @@ void DecoderModel::check_ready() const {
                      " is not connected to the others: create_segment() and connect() come first");
 }
 
+void DecoderModel::encode(const std::vector<int64_t>& counts, const int64_t* tokens, const int64_t* types,
+                          float* hidden) {
+  if (!spec_.is_encoder()) throw UsageError("encode: this model's tokens see those before them only");
+  const auto held = lock();
+  check_ready();
+  int64_t at = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const std::string which = "text " + std::to_string(i);
+    if (counts[i] < 1) throw UsageError("encode: " + which + " has no tokens");
+    if (spec_.max_tokens > 0 && counts[i] > spec_.max_tokens)
+      throw UsageError("encode: " + which + " has " + std::to_string(counts[i]) + " tokens, this model takes " +
+                       std::to_string(spec_.max_tokens));
+    check_tokens(tokens + at, counts[i]);
+    for (int64_t t = at; types != nullptr && t < at + counts[i]; ++t)
+      if (types[t] < 0 || types[t] >= std::max<int64_t>(spec_.token_types, 1))
+        throw UsageError("encode: " + which + " has a token of type " + std::to_string(types[t]) +
+                         ", this model knows " + std::to_string(spec_.token_types));
+    at += counts[i];
+  }
+  // Runs of whole sequences: a long one may be more than what a run usually has.
+  std::vector<int> sequences;
+  const auto destroy = [&] {
+    for (int sequence : sequences) cache_.destroy(sequence);
+    sequences.clear();
+  };
+  at = 0;
+  for (size_t next = 0; next < counts.size();) {
+    encoded_.clear();
+    int64_t total = 0;
+    try {
+      for (; next < counts.size() && (total == 0 || total + counts[next] <= forward_.most_tokens()); ++next) {
+        const int64_t count = counts[next];
+        sequences.push_back(cache_.create());
+        cache_.extend(sequences.back(), count);
+        encoded_.queries.push_back({.sequence = sequences.back(),
+                                    .position = 0,
+                                    .tokens = static_cast<int>(count),
+                                    .row = static_cast<int>(total)});
+        encoded_.contexts.push_back(count);
+        total += count;
+      }
+      for (int64_t t = 0; t < total; ++t) {
+        encoded_.tokens.push_back(static_cast<int32_t>(tokens[at + t]));
+        if (types != nullptr) encoded_.types.push_back(static_cast<int32_t>(types[at + t]));
+        encoded_.hidden_wanted.push_back(static_cast<int32_t>(t));
+      }
+      encoded_.hidden = hidden + at * spec_.hidden;
+      forward_.run(encoded_);
+      if (interrupt_check_) interrupt_check_();
+    } catch (...) {
+      destroy();
+      throw;
+    }
+    destroy();
+    at += total;
+  }
+}
+
 void DecoderModel::check_room(const std::vector<Work>& work) {
+  if (spec_.is_encoder())
+    throw UsageError("this model is an encoder, which predicts no next token: encode() is for it");
   size_t needed = 0;
   for (const Work& one : work) needed += cache_.extend_bytes(one.sequence, one.count);
   const size_t left = cache_.limit_bytes() - std::min(cache_.limit_bytes(), cache_.used_bytes());

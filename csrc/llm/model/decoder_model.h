@@ -44,6 +44,10 @@ class DecoderModel final : public Model {
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids) override;
   void unlink() override;
 
+  // Of an encoder: the last hidden states [all tokens, hidden] of whole sequences, counts[i] tokens one after another.
+  // `types`: of the tokens, or null where all are 0. Throws UsageError, OutOfCache.
+  void encode(const std::vector<int64_t>& counts, const int64_t* tokens, const int64_t* types, float* hidden);
+
  protected:
   Sequences& cache() override { return cache_; }
   const Sequences& cache() const override { return cache_; }
@@ -66,6 +70,7 @@ class DecoderModel final : public Model {
   Forward forward_;
   std::string transport_;
   bool finished_ = false;
+  StepTokens encoded_;
 };
 
 }  // namespace anyaccel::llm

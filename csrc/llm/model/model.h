@@ -168,6 +168,7 @@ class Model {
   // Calls function(thread, threads) on each thread.
   virtual void on_threads(const std::function<void(int, int)>& function) { function(0, 1); }
 
+  void check_tokens(const int64_t* tokens, int64_t count) const;
   std::unique_lock<std::mutex> lock();  // also frees the sequences of requests that have ended
 
   const DecoderSpec spec_;
@@ -180,7 +181,6 @@ class Model {
   struct Pass;
   struct Wanted;
 
-  void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
   void check_reachable(int sequence, int64_t tokens) const;
   int64_t most_of_a_run(int64_t total, const Pass& pass) const;

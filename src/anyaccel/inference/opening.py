@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def choose_runtime(options: ModelOptions, on_cpu: bool) -> str:
 
 
 def _load(model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks, runtime: str) -> NativeModel:
-    load = load_native
+    load: Callable[..., NativeModel] = load_native
     if runtime == "device":
         from anyaccel.inference.device.runtime import load_device as load
     if place.connect is None:

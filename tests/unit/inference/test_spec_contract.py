@@ -36,6 +36,7 @@ STRUCTS = {
     decoder.Mlp: ("MlpSpec", "read_mlp"),
     decoder.Moe: ("MoeSpec", "read_moe"),
     decoder.LayerInputs: ("LayerInputsSpec", "read_layer_inputs"),
+    decoder.RelativeBias: ("RelativeBiasSpec", "read_relative_bias"),
     decoder.InputGate: ("InputGateSpec", "read_input_gate"),
     decoder.Layer: ("LayerSpec", "read_layer"),
     decoder.DecoderSpec: ("DecoderSpec", "read_spec"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,3 +59,35 @@ class Family:
             raise ModelError(
                 f"config: a value is of a wrong kind ({type(error).__name__}: {error_text(error)})"
             ) from error
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear of a classification head.
+
+    Attributes:
+        module: its name; one that begins with "/" is beside the encoder, else it is a part of it.
+        activation: of its result; or the name of the config's value that says it, after an "=".
+        norm: module of a norm behind it.
+    """
+
+    module: str
+    activation: str = ""
+    norm: str = ""
+
+
+@dataclass(frozen=True)
+class EncoderFamily(Family):
+    """A `model_type` whose model makes hidden states of whole texts.
+
+    Attributes:
+        classifier: what ...ForSequenceClassification does with the hidden state of a text's first token.
+        pooling: the config's value that says which hidden state that is; "": it is the first token's.
+        norm_eps: the config's value for norms of the classifier.
+        marks_texts: tokens of a pair's second text are of type 1.
+    """
+
+    classifier: Sequence[Dense] = ()
+    pooling: str = ""
+    norm_eps: str = ""
+    marks_texts: bool = False

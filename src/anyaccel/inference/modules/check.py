@@ -15,16 +15,23 @@ from torch import nn
 from anyaccel.inference.spec.mapping import Unsupported
 
 
-def check_structure(model: nn.Module) -> None:
+def check_structure(model: nn.Module, encoder: bool = False) -> None:
     """Compare a model with the one that transformers builds from its configuration, without memory.
+
+    Args:
+        encoder: it may be any model of transformers.
 
     Raises:
         Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or shapes of its own.
     """
     kind = type(model)
     config = getattr(model, "config", None)
-    if kind not in _causal_lms(config) and not _is_language_model(kind, config):
-        raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
+    known = kind.__module__.startswith("transformers.models.")
+    if not encoder:
+        known = kind in _causal_lms(config) or _is_language_model(kind, config)
+    if not known:
+        what = "model" if encoder else "causal LM"
+        raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no {what} of transformers")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})"
         if not all(map(_is_transformers, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):

@@ -15,7 +15,9 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorSource, TensorView, folder_source
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.registry import encoder_of, family_of
 from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.validation import read_json
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class Checkpoint:
 
     Attributes:
         check_all_used: called with the names of the source's tensors that the model reads.
+        encoder: hidden states are wanted, and what is beside the encoder is not read.
         rounded: what a model in memory has made of the frequencies of its rotary positions; None: they are as computed.
     """
 
@@ -38,6 +41,16 @@ class Checkpoint:
     generation_config: dict[str, Any]
     check_all_used: Callable[[Iterable[str]], None] | None = None
     rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
+    encoder: bool = False
+
+    @property
+    def family(self) -> Family:
+        """What the config is of.
+
+        Raises:
+            Unsupported: it is of none that runs here.
+        """
+        return encoder_of(self.config) if self.encoder else family_of(self.config)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -67,11 +80,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
 
 
+def read_encoder(path: Path) -> Checkpoint:
+    """The checkpoint of an encoder in a Hugging Face folder.
+
+    Raises:
+        ModelError: something is missing or damaged. Unsupported: it is of a kind that is not read here.
+    """
+    from anyaccel.inference.checkpoints.quantised import folder_config, quantised_source
+
+    check_model_path(path)
+    if path.is_file():
+        raise Unsupported(f"encoder in a file ({path.name})", advice="give the path of a Hugging Face folder")
+    config = folder_config(path)
+    return Checkpoint(quantised_source(folder_source(path), config), config, {}, encoder=True)
+
+
 def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:
     """Raise ModelError for a model without a head, whose class is `kind`, where the embedding is not its head."""
-    from anyaccel.inference.families.registry import family_of
-
-    family = family_of(checkpoint.config)
+    family = checkpoint.family
     spec = family.spec(checkpoint.config)
     heads = family.names.parts(spec, "head")
     if not spec.tied and not any(part.tensor in checkpoint.source for parts in heads for part in parts):

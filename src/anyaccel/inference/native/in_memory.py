@@ -43,6 +43,21 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
     return Checkpoint(ModuleSource(model, release), values, generation_values, rounded=rounded)
 
 
+def encoder_in_memory(model: Any) -> Checkpoint:
+    """The checkpoint of a Hugging Face encoder in memory, which keeps its weights: its head reads some of them.
+
+    Raises:
+        Unsupported: it has no configuration, or its modules are not those of its class.
+    """
+    from anyaccel.inference.modules.check import check_structure
+
+    config = getattr(model, "config", None)
+    if config is None:
+        raise Unsupported("model without a config")
+    check_structure(model, encoder=True)
+    return Checkpoint(ModuleSource(model, False), config.to_dict(), {}, rounded=_rounded(model), encoder=True)
+
+
 def _rounded(model: Any) -> Callable[[Sequence[float]], tuple[float, ...]] | None:
     """What `model.to(torch.bfloat16)` has done to the frequencies of rotary positions, which are no weights.
 

@@ -52,6 +52,7 @@ def _version() -> str:
         spec.QkNorm,
         spec.Norm,
         spec.Rope,
+        spec.RelativeBias,
     )
     fields = ",".join(name for kind in kinds for name in kind.__dataclass_fields__)
     formats = ",".join(f"{kind} {held.format}" for kind, held in HELD.items())

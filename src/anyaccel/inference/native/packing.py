@@ -23,7 +23,6 @@ from anyaccel.inference.checkpoints.sources import (
     dense_strides,
     entry_of,
 )
-from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head
 from anyaccel.inference.native.formats import Precision, choose, forms, holds, stored_format
 from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, slices, split_layers, stage_spec
@@ -84,7 +83,7 @@ class Plan:
     ) -> None:
         self.source = checkpoint.source
         self.config = checkpoint.config
-        self.family = family_of(checkpoint.config)
+        self.family = checkpoint.family
         self.whole = whole or self.family.spec(checkpoint.config)
         if checkpoint.rounded is not None:
             # Those of long texts (longrope) are computed when they are needed.

@@ -163,6 +163,7 @@ def load_native(
     place: RankPlace = ALONE,
     callbacks: Callbacks = LOGGED,
     config: Mapping[str, Any] | None = None,
+    encoder: bool = False,
 ) -> NativeModel:
     """Make the native decoder of a model; of a model on several ranks, this rank's part.
 
@@ -173,6 +174,7 @@ def load_native(
     Args:
         model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
         config: of a TensorSource or a model in memory that has none; as config.json.
+        encoder: the model's encoder is wanted, which makes hidden states and predicts no token.
 
     Raises:
         Unsupported: the native runtime lacks something that this model needs: its `feature`.
@@ -185,17 +187,19 @@ def load_native(
             "0 takes as many as there are"
         )
     if not isinstance(model, str | Path):
-        return _pack(open_checkpoint(model, config), options, place, callbacks)[0]
+        return _pack(open_checkpoint(model, config, encoder), options, place, callbacks)[0]
     path = Path(model).expanduser()
     check_model_path(path)
     entry = None
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
-            entry = PackedModel(path, {"precision": asdict(Precision.from_options(options)), **place.part(options)})
+            kind = {"encoder": True} if encoder else {}
+            precision = asdict(Precision.from_options(options))
+            entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
-        return _pack(open_checkpoint(path), options, place, callbacks)[0]
+        return _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)[0]
     native = _from_cache(entry, options, place, callbacks)
     if native is not None:
         return native
@@ -204,10 +208,10 @@ def load_native(
             held.enter_context(entry.locked(callbacks.raise_if_cancelled))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
-            return _pack(open_checkpoint(path), options, place, callbacks)[0]
+            return _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)[0]
         native = _from_cache(entry, options, place, callbacks)  # another process may have made it meanwhile
         if native is None:
-            native, shapes = _pack(open_checkpoint(path), options, place, callbacks)
+            native, shapes = _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)
             # Ranks of a command end with it, possibly before all is written.
             if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
                 native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
@@ -275,11 +279,17 @@ def _from_cache(
     )
 
 
-def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """What weights are read from: `load_native` says what `model` and `config` are."""
-    if not isinstance(model, str | Path):
-        from anyaccel.inference.native.in_memory import checkpoint_in_memory
+def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, encoder: bool = False) -> Checkpoint:
+    """What weights are read from: `load_native` says what `model`, `config` and `encoder` are."""
+    if encoder and isinstance(model, str | Path):
+        from anyaccel.inference.native.checkpoint import read_encoder
 
+        return read_encoder(Path(model).expanduser())
+    if not isinstance(model, str | Path):
+        from anyaccel.inference.native.in_memory import checkpoint_in_memory, encoder_in_memory
+
+        if encoder:
+            return encoder_in_memory(model)
         return checkpoint_in_memory(model, config, release=True)
     from anyaccel.inference.native.checkpoint import check_head, read_checkpoint
 

@@ -97,6 +97,7 @@ class Attention:
         value_norm: of each head's values.
         kv_layer: the number of the earlier layer, with as large heads, whose keys and values it sees; -1: its own.
         gated: the result is multiplied by the sigmoid of a linear of the input (Qwen3-Next).
+        bidirectional: a token sees those behind it too, with a window as many as before it; of all layers (encoders).
     """
 
     heads: int
@@ -122,6 +123,7 @@ class Attention:
     value_norm: Norm | None = None
     kv_layer: int = -1
     gated: bool = False
+    bidirectional: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,20 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
+class RelativeBias:
+    """What is added to the scores by how far key and query are apart, the same in all layers (T5's; MPNet).
+
+    Attributes:
+        buckets: of distances, half of them of keys behind the query; each has a value for each head.
+        max_distance: from here on all are in one bucket.
+    """
+
+    buckets: int
+    max_distance: int
+    heads: int
+
+
+@dataclass(frozen=True)
 class InputGate:
     """What a layer does with its part of LayerInputs: h += norm(mlp(h)), where the part takes the place of `up x`."""
 
@@ -331,6 +347,8 @@ class DecoderSpec:
         vocab_first, vocab_count: the rows of embedding and head that this rank has.
         stage, stages: of pipeline parallelism; `stage_spec` divides a spec.
         first_layer: the number of the first of `layers`, which the names of weights have.
+        token_types: rows of a learned embedding of the text that a token is of (BERT: the first or second); 0: none.
+        relative_bias: of encoders.
     """
 
     vocab: int
@@ -355,6 +373,14 @@ class DecoderSpec:
     stages: int = 1
     first_layer: int = 0
     layer_inputs: LayerInputs | None = None
+    token_types: int = 0
+    relative_bias: RelativeBias | None = None
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it makes hidden states of whole sequences, and predicts no next token."""
+        attention = self.layers[0].attention
+        return attention is not None and attention.bidirectional
 
     @property
     def is_recurrent(self) -> bool:

@@ -18,6 +18,7 @@ from anyaccel.inference.spec.decoder import (
     Moe,
     Norm,
     QkNorm,
+    RelativeBias,
     Rope,
     ShortConv,
 )
@@ -34,6 +35,7 @@ _KINDS: dict[str, type] = {
     "shared": Mlp,
     "layer_inputs": LayerInputs,
     "input_gate": InputGate,
+    "relative_bias": RelativeBias,
 }
 
 
