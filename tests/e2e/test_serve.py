@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from anyaccel.inference.checkpoints.identity import size_of
 from serve_command import Serving
 
 QUESTION = "Why is the sky blue?"
@@ -161,3 +162,20 @@ def test_what_cannot_be_is_refused(server: Serving) -> None:
             assert answer.code == 400
             reply = json.loads(answer.read())["error"]
         assert param is None or reply["param"] == param
+
+
+@pytest.mark.slow
+def test_models_of_a_folder_take_turns_in_the_memory_of_one(smollm2: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to(smollm2)
+    cache = 64 << 20
+    memory = size_of(smollm2) + cache
+    several = ["--models-dir", str(tmp_path), "--memory", str(memory), "--cache-bytes", str(cache)]
+    server = Serving(*several, "--threads", "1", "--alias", "gpt-4o=one", str(tmp_path / "one"))
+    assert any("model: two, about" in line for line in server.said)
+    answers = [chat(server, model=name)["choices"][0]["message"] for name in ("one", "two", "gpt-4o", "two")]
+    assert answers == [answers[0]] * 4 and answers[0]["content"]
+    listed = {each["id"]: each["status"]["value"] for each in json.loads(server.get("/v1/models"))["data"]}
+    assert listed == {"one": "unloaded", "gpt-4o": "unloaded", "two": "loaded"}
+    server.end()
+    assert server.process.returncode == 0

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from anyaccel.inference.text.chat_template import ChatTemplate
 from anyaccel.serve.api.application import application
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.interface import (
     Chunk,
     EngineStoppedError,
@@ -201,11 +202,12 @@ class Client:
         engine: FakeEngine,
         tokenizer: ByteTokenizer | None = None,
         options: Mapping[str, Any] | None = None,
+        served: Models | None = None,
         **more: Any,
     ) -> None:
         self.engine = engine
         self.frontend = Frontend(engine, ServerTokenizer(tokenizer or ByteTokenizer()), ("fake", "other"), **more)
-        self.app = application(self.frontend, **(options or {}))
+        self.app = application(served or self.frontend, **(options or {}))
 
     async def send(
         self,

@@ -24,6 +24,7 @@ def main() -> None:
     """Serve until a signal comes."""
     from anyaccel.serve import listening, server
     from anyaccel.serve.api import connection
+    from anyaccel.serve.api.models import Models
     from anyaccel.serve.interface import Chunk, GenerationRequest
     from anyaccel.serve.protocol.limits import HttpLimits
     from anyaccel.serve.requests.frontend import Frontend
@@ -98,7 +99,7 @@ def main() -> None:
     frontend = Frontend(engine, ServerTokenizer(tokenizer), ("fake",), limits=limits)
     with listening.bound_socket(settings) as taken:
         port = 0 if settings.uds else taken.getsockname()[1]
-        server.run(engine, frontend, settings, taken, lambda: print(listening.address(settings, port), flush=True))
+        server.run(Models.of(frontend), settings, taken, lambda: print(listening.address(settings, port), flush=True))
     print("closed" if not engine.live else "left open", flush=True)
 
 

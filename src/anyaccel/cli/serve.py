@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
+import logging
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel import host_memory
 from anyaccel.cli._model_options import (
     add_chat_template_option,
     add_draft_option,
@@ -27,24 +32,28 @@ from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.inference.checkpoints.model_path import check_decoder_only
+from anyaccel.inference.checkpoints.identity import size_of
+from anyaccel.inference.checkpoints.model_path import check_decoder_only, models_in
 from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
+from anyaccel.serve.engine.turns import Turns
 from anyaccel.serve.listening import ServerSettings
 from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from anyaccel.serve.requests.tools.formats import FORMATS
 from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
+    from anyaccel.inference.ranks.backends import Reporter
+    from anyaccel.serve.api.models import Models
     from anyaccel.serve.interface import Engine
-    from anyaccel.serve.requests.defaults import SamplingDefaults
     from anyaccel.serve.requests.frontend import Frontend
 
 _EXAMPLES = """\
   anyaccel serve
   anyaccel serve ~/models/Qwen3-0.6B --dtype int8 --port 9000
   anyaccel serve model.gguf --dtype auto --tp 2 --served-model-name qwen
+  anyaccel serve ~/models/Qwen3-8B ~/models/SmolLM2-135M --alias gpt-4o=Qwen3-8B --idle-seconds 600
   ANYACCEL_API_KEY=... anyaccel serve --host 0.0.0.0 --ssl-keyfile key.pem --ssl-certfile cert.pem
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'"""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -60,10 +69,39 @@ def build_parser() -> Parser:
         "at once. SIGTERM and Ctrl-C let open requests end first.",
         _EXAMPLES,
     )
-    parser.add_argument("given", metavar="MODEL", nargs="?", help="the same as --model")
+    parser.add_argument(
+        "given",
+        metavar="MODEL",
+        nargs="*",
+        default=[],
+        help="the same as --model; of several, the first is loaded at once, and others when a request names them",
+    )
     add_model_options(parser)
     add_tp_option(parser)
     add_draft_option(parser)
+    add = parser.group("several models")
+    add("--models-dir", metavar="DIR", help="serve the models in this folder too, each loaded when a request names it")
+    add(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME[=MODEL]",
+        help="a further name of a model, the first by default; may be given several times",
+    )
+    add(
+        "--memory",
+        type=int,
+        default=0,
+        metavar="N",
+        help="bytes that all loaded models may take; those unused for longest are unloaded (default: the free memory)",
+    )
+    add(
+        "--idle-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="unload a model that no request has used for so long (default: 0, never)",
+    )
     add = parser.group("engine")
     add(
         "--replicas",
@@ -191,55 +229,173 @@ def main(argv: list[str]) -> int:
         raise AnyAccelError(f"serving needs more packages: pip install 'anyaccel[serve]' (no {', '.join(missing)})")
     settings = _settings(options)
     listening.check(settings)
-    options.model = str(model_path(options.model if options.given is None else options.given))
-    check_decoder_only(Path(options.model))
+    choices = _choices(options)
+    for choice in choices:
+        check_decoder_only(choice.path)
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)
     with listening.bound_socket(settings) as taken, BackgroundTask() as importing:
-        importing.start(lambda: _import_server(options))
-        with screen.loading():
-            tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-            set_chat_template(options, tokenizer)
-        with screen.loading(), naming_options(options):
-            engine = _load_engine(options, screen, tokenizer)
-        for line in engine.facts.plan:
-            screen.line(line)
-        try:
-            server, defaults = importing.result()
-            if told := defaults.describe():
-                screen.line(f"sampling: {told}, where a request does not say it, as the model's configuration does")
-            frontend = _frontend(options, engine, tokenizer, defaults)
-        except BaseException:
-            asyncio.run(engine.close())
-            raise
-        # From here on the server owns the engine, and closes it.
+        importing.start(lambda: importlib.import_module("anyaccel.serve.server"))
+        models = _open_models(options, choices, screen, importing)
+        # From here on the server owns the engines, and closes them.
         port = 0 if settings.uds is not None else taken.getsockname()[1]
-        server.run(engine, frontend, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
+        chats = all(each.tokenizer.has_chat_template for each in models.frontends())
+        server = importing.result()
+        server.run(models, settings, taken, lambda: _announce(settings, screen, chats, port))
     return 0
 
 
-def _import_server(options: argparse.Namespace) -> tuple[Any, SamplingDefaults]:
-    """Import the server and read the model's sampling defaults, which runs beside the loading of the model."""
-    server = importlib.import_module("anyaccel.serve.server")
-    from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
+@dataclass(frozen=True)
+class _Choice:
+    """A model that was given."""
 
-    return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else SamplingDefaults()
+    path: Path
+    names: list[str]
+    aliases: list[str]
 
 
-def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
-    """Load the model.
+def _choices(options: argparse.Namespace) -> list[_Choice]:
+    """The models of the options; those of --models-dir are looked up by the server.
+
+    Raises:
+        UsageError: one is not there, or two have the same name.
+    """
+    given: list[str | None] = [*options.given] or [options.model]
+    if options.models_dir is not None and given == [None]:
+        given = []
+    choices = []
+    for each in given:
+        path = model_path(each)
+        choices.append(_Choice(path, *names_of(path, each, options.served_model_name)))
+    for alias in options.alias:
+        name, _, model = alias.partition("=")
+        named = [each for each in choices if model in (*each.names, *each.aliases)] if model else choices
+        if not named:
+            known = ", ".join(each.names[0] for each in choices) or "none: models of --models-dir have no others"
+            raise UsageError(f"--alias {alias}: no model {model!r} is given; there is {known}")
+        named[0].names.append(name)
+    names = [name for each in choices for name in each.names]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two models are named {twice!r}; give their folders different names, or start two servers")
+    return choices
+
+
+def _open_models(
+    options: argparse.Namespace, choices: Sequence[_Choice], screen: Screen, importing: BackgroundTask
+) -> Models:
+    """The models of the server, of which the first is loaded."""
+    several = len(choices) != 1 or options.models_dir is not None or options.memory or options.idle_seconds
+    memory = (options.memory or host_memory.available()) if several else 0
+    turns = Turns() if several else None
+    frontend = None
+    if choices:
+        cache_bytes = options.cache_bytes or memory // 4
+        frontend = _load(options, choices[0], screen, cache_bytes, turns, None, importing)
+    try:
+        importing.result()
+        from anyaccel.serve.api.models import Models, ServedModel
+
+        def served(choice: _Choice, frontend: Frontend | None = None) -> ServedModel:
+            def load(cache_bytes: int, check: Callable[[], None]) -> Frontend:
+                return _load(options, choice, _Log(), cache_bytes, turns, check)
+
+            return ServedModel(
+                choice.names,
+                choice.aliases,
+                root=choice.path.name,
+                size=size_of(choice.path),
+                load=load if several else None,
+                frontend=frontend,
+            )
+
+        def found() -> Iterator[ServedModel]:
+            if options.models_dir is None:
+                return
+            given = {each.path for each in choices}
+            taken = {name for each in choices for name in each.names}
+            for name, path in models_in(Path(options.models_dir).expanduser().absolute()).items():
+                if path not in given and name not in taken:
+                    yield served(_Choice(path, [name], []))
+
+        models = Models(
+            [served(each, frontend if place == 0 else None) for place, each in enumerate(choices)],
+            found=found,
+            memory=memory,
+            cache_bytes=options.cache_bytes,
+            idle_s=options.idle_seconds,
+            wait_s=options.request_timeout,
+        )
+        if several:
+            for line in models.plan():
+                screen.line(line)
+        return models
+    except BaseException:
+        if frontend is not None:
+            asyncio.run(frontend.engine.close())
+        raise
+
+
+class _Log:
+    """A reporter for models that are loaded while the server runs."""
+
+    def line(self, text: str) -> None:
+        logging.getLogger("anyaccel.serve").info("%s", text)
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+
+def _load(
+    options: argparse.Namespace,
+    choice: _Choice,
+    screen: Reporter,
+    cache_bytes: int,
+    turns: Turns | None,
+    check: Callable[[], None] | None,
+    importing: BackgroundTask | None = None,
+) -> Frontend:
+    """Load a model.
+
+    Args:
+        importing: imports the server meanwhile.
 
     Raises:
         AnyAccelError: it cannot be loaded.
     """
+    loading = screen.loading if isinstance(screen, Screen) else contextlib.nullcontext
+    with loading():
+        tokenizer = load_text_tokenizer(choice.path, screen.line)
+        set_chat_template(options, tokenizer)
+    with loading(), naming_options(options):
+        engine = _load_engine(options, choice.path, screen, tokenizer, cache_bytes, turns, check)
+    try:
+        for line in engine.facts.plan:
+            screen.line(line)
+        if importing is not None:
+            importing.result()
+        return _frontend(options, choice, engine, tokenizer, screen)
+    except BaseException:
+        asyncio.run(engine.close())
+        raise
+
+
+def _load_engine(
+    options: argparse.Namespace,
+    path: Path,
+    screen: Reporter,
+    tokenizer: Any,
+    cache_bytes: int,
+    turns: Turns | None,
+    check: Callable[[], None] | None,
+) -> Engine:
     from anyaccel.serve.engine.opening import open_engine
     from anyaccel.serve.engine.settings import EngineSettings
 
     chosen = EngineSettings(
         max_batch=options.max_batch,
         max_context=options.max_context,
-        cache_bytes=options.cache_bytes,
+        cache_bytes=cache_bytes,
         max_waiting=options.max_waiting,
         timeout_s=options.request_timeout,
         prefix_cache=not options.no_prefix_cache,
@@ -247,19 +403,26 @@ def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) ->
         draft_tokens=options.draft.tokens,
         draft_model=bool(options.draft.model),
     )
-    return open_engine(Path(options.model), model_of(options), screen, chosen, tokenizer)
+    return open_engine(path, model_of(options), screen, chosen, tokenizer, turns=turns, check=check)
 
 
-def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: SamplingDefaults) -> Frontend:
+def _frontend(
+    options: argparse.Namespace, choice: _Choice, engine: Engine, tokenizer: Any, screen: Reporter
+) -> Frontend:
+    from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
     from anyaccel.serve.requests.frontend import Frontend
     from anyaccel.serve.requests.tokenizer import ServerTokenizer
     from anyaccel.serve.requests.tools.formats import FORMATS
 
+    defaults = read_defaults(choice.path) if options.generation_config == "auto" else SamplingDefaults()
+    if told := defaults.describe():
+        screen.line(f"sampling: {told}, where a request does not say it, as the model's configuration does")
     return Frontend(
         engine,
         ServerTokenizer(tokenizer),
-        *names_of(options),
-        root=Path(options.model).name,
+        choice.names,
+        choice.aliases,
+        root=choice.path.name,
         pooling=options.pooling,
         tool_format=FORMATS.get(options.tool_format, "auto"),
         reasoning="auto" if options.reasoning_format == "auto" else REASONING_FORMATS.get(options.reasoning_format),
@@ -267,11 +430,11 @@ def _frontend(options: argparse.Namespace, engine: Engine, tokenizer: Any, defau
     )
 
 
-def _announce(settings: ServerSettings, screen: Screen, tokenizer: Any, port: int) -> None:
+def _announce(settings: ServerSettings, screen: Screen, chats: bool, port: int) -> None:
     where = listening.address(settings, port)
     at = f" at the Unix socket {settings.uds}" if settings.uds is not None else ""
     screen.line(f"serving: {where}/v1{at}" + (f", with a page to chat at {where}/" if settings.page else ""))
-    screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
+    screen.line(f"try: {listening.curl(settings, port, chats)}")
 
 
 def _parse_replicas(text: str) -> int:
@@ -285,9 +448,13 @@ def _parse_replicas(text: str) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is imported or loaded."""
-    if options.given is not None and options.model is not None:
-        raise UsageError(f"MODEL {options.given} and --model {options.model}: one of them is enough")
-    check_at_least(options, {"max_batch": 1, "max_waiting": 1, "max_context": 0})
+    if options.given and options.model is not None:
+        raise UsageError(f"MODEL {options.given[0]} and --model {options.model}: one of them is enough")
+    if len(options.given) > 1 or options.models_dir is not None:
+        _check_several(options)
+    check_at_least(options, {"max_batch": 1, "max_waiting": 1, "max_context": 0, "memory": 0})
+    if not 0 <= options.idle_seconds <= _LONGEST_S:
+        raise UsageError(f"--idle-seconds {options.idle_seconds:g}: must be 0 to {_LONGEST_S:g}")
     with naming_options(options):
         model_of(options)
     if not 0 <= options.drain_seconds <= _LONGEST_S:
@@ -297,8 +464,22 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port {options.port}: must be 0 to 65535")
     check_chat_template(options)
-    if not all(options.api_key) or not all(options.served_model_name):
-        raise UsageError("--api-key and --served-model-name: must not be empty")
+    if not all(options.api_key) or not all(options.served_model_name) or not all(options.alias):
+        raise UsageError("--api-key, --served-model-name and --alias: must not be empty")
+
+
+def _check_several(options: argparse.Namespace) -> None:
+    """Refuse options that are about one model where there are several."""
+    for option, value in {
+        "--served-model-name": options.served_model_name,
+        "--chat-template": options.chat_template,
+        "--draft": options.draft.model,
+    }.items():
+        if value:
+            hint = "; --alias NAME=MODEL gives one of them a name" if option == "--served-model-name" else ""
+            raise UsageError(f"{option}: is for one model, and several are served{hint}")
+    if options.models_dir is not None and not Path(options.models_dir).expanduser().is_dir():
+        raise UsageError(f"--models-dir {options.models_dir}: no such folder")
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
@@ -321,13 +502,12 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     )
 
 
-def names_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The names of the model in requests: those of the options, else the name of its file or folder; and its paths.
+def names_of(path: Path, given: str | None, served: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names of a model in requests: those that are given, else the name of its file or folder; and its paths.
 
     The paths are accepted too, since clients of vLLM send them, but are not listed.
     """
-    path = Path(options.model)
     own = path.name.removesuffix(".gguf") if path.is_file() else path.name
-    if options.served_model_name:
-        return options.served_model_name, []
-    return [own], [each for each in (options.given, options.model) if each]
+    if served:
+        return [*served], []
+    return [own], list(dict.fromkeys(each for each in (given, str(path)) if each))

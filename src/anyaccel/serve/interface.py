@@ -197,6 +197,7 @@ class ModelFacts:
         context: most tokens of prompt and answer together; 0: no limit.
         ends: tokens that end a text of this model.
         hidden: length of an embedding.
+        weight_bytes, cache_bytes: that the weights take, and that the cache may take; 0: not known.
         plan: lines about ranks, precision and cache, printed when the server starts.
     """
 
@@ -206,6 +207,8 @@ class ModelFacts:
     hidden: int
     dtype: str
     plan: tuple[str, ...] = ()
+    weight_bytes: int = 0
+    cache_bytes: int = 0
 
 
 class Engine(Protocol):

@@ -21,9 +21,8 @@ from uvicorn.server import ServerState
 
 from anyaccel.serve.api.application import application
 from anyaccel.serve.api.connection import bounded
-from anyaccel.serve.interface import Engine
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.listening import ServerSettings, before_listening
-from anyaccel.serve.requests.frontend import Frontend
 
 _CONNECTIONS = 1000  # open at once; more get status 503
 _DESCRIPTORS = 4096  # enough for these, for unfinished TLS handshakes, and for everything else
@@ -108,14 +107,14 @@ async def _take_last_requests(state: ServerState) -> None:
 
 
 async def _serve(
-    frontend: Frontend, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
+    models: Models, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
 ) -> None:
-    app = application(frontend, keys=settings.keys, origins=settings.origins, hosts=settings.hosts, page=settings.page)
+    app = application(models, keys=settings.keys, origins=settings.origins, hosts=settings.hosts, page=settings.page)
     # Whoever may write to a Unix socket is on this machine, like the proxies that uvicorn trusts by default.
     trusted = "*" if settings.uds and "FORWARDED_ALLOW_IPS" not in os.environ else None
     config = uvicorn.Config(
         app,
-        http=bounded(frontend.limits, most_connections()),
+        http=bounded(models.limits, most_connections()),
         ws="none",
         lifespan="off",
         log_config=_log_config(settings),
@@ -123,7 +122,7 @@ async def _serve(
         server_header=False,
         root_path=settings.root_path,
         forwarded_allow_ips=trusted,
-        timeout_keep_alive=int(frontend.limits.idle_seconds),
+        timeout_keep_alive=int(models.limits.idle_seconds),
         timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
@@ -135,7 +134,7 @@ async def _serve(
     async def drain() -> None:
         await _take_last_requests(server.server_state)
         server.should_exit = True
-        await frontend.engine.drain(settings.drain_seconds)
+        await models.drain(settings.drain_seconds)
 
     def stop() -> None:
         if draining:
@@ -158,13 +157,12 @@ async def _serve(
 
 
 def run(
-    engine: Engine,
-    frontend: Frontend,
+    models: Models,
     settings: ServerSettings,
     bound: socket.socket,
     announce: Callable[[], object],
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and close the engine.
+    """Serve until SIGTERM or Ctrl-C, and close the engines of the models.
 
     Args:
         bound: the socket of `listening.bound_socket`.
@@ -173,9 +171,9 @@ def run(
 
     async def main() -> None:
         try:
-            await _serve(frontend, settings, bound, announce)
+            await _serve(models, settings, bound, announce)
         finally:
-            closing = asyncio.ensure_future(engine.close())
+            closing = asyncio.ensure_future(models.close())
             if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
                 logger.error("the engine does not end; this process does, and takes its ranks with it")
                 logging.shutdown()

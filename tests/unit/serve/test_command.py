@@ -51,6 +51,16 @@ from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "not a certificate"),
         (["--root-path", "llm"], "--root-path llm"),
         (["/nonexistent/model"], "no such folder or file"),
+        ([__file__, "/nonexistent/model"], "no such folder or file"),
+        ([__file__, __file__], "two models are named"),
+        ([__file__, "--alias", "test_command.py"], "two models are named"),
+        ([__file__, "--alias", "x=y"], "--alias x=y: no model 'y' is given; there is test_command.py"),
+        ([__file__, "--alias", ""], "must not be empty"),
+        ([__file__, __file__, "--served-model-name", "x"], "--alias NAME=MODEL gives one of them a name"),
+        (["--models-dir", "/tmp", "--chat-template", __file__], "--chat-template: is for one model"),
+        (["--models-dir", "/nonexistent"], "--models-dir /nonexistent: no such folder"),
+        (["--memory", "-1"], "--memory -1"),
+        (["--idle-seconds", "-1"], "--idle-seconds -1"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,8 +208,7 @@ def test_a_model_has_its_files_name_unless_it_is_given_one(tmp_path: Path) -> No
 
     def names(*arguments: str, model: Path) -> tuple[list[str], list[str]]:
         options: argparse.Namespace = build_parser().parse_args(list(arguments))
-        options.model = str(model)
-        return names_of(options)
+        return names_of(model, next(iter(options.given), None), options.served_model_name)
 
     assert names(model=file) == (["small.Q4_0"], [str(file)])
     assert names("~/x", model=tmp_path) == ([tmp_path.name], ["~/x", str(tmp_path)])

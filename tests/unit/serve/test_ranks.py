@@ -22,7 +22,7 @@ from anyaccel.serve.engine.step import StepInput, StepOutput
 
 READY = {
     "kind": "ready", "context": 64, "vocabulary": 131, "hidden": 32, "ends": [2], "page_bytes": 1024, "cache_pages": 8,
-    "state_pages": 0, "shares": True, "threads": 1,
+    "state_pages": 0, "shares": True, "threads": 1, "weight_bytes": 1, "cache_bytes": 1,
 }  # fmt: skip
 STEP = StepInput(run={0: 1})
 

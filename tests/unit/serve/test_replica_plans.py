@@ -76,8 +76,8 @@ def test_auto_is_a_replica_on_the_cores_and_memory_of_each_node(
         cache_pages = 1
         state_pages = 0
 
-        def __init__(self, load: Any, settings: EngineSettings, _: object) -> None:
-            load(None)
+        def __init__(self, load: Any, settings: EngineSettings, *_: object) -> None:
+            load(lambda: None)
             self.facts = ModelFacts(1, 1, frozenset(), 1, "fp32", ("plan: one process",))
 
     def load(*arguments: Any) -> None:

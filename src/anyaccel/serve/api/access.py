@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,10 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_path_with_query_string
 
 from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import OPENAI, discard_body, error_answer
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
-from anyaccel.serve.requests.frontend import Frontend, new_id
+from anyaccel.serve.requests.frontend import new_id
 
 logger = logging.getLogger("anyaccel.serve.access")
 
@@ -75,15 +77,15 @@ class AccessMiddleware:
         keys: ApiKeys,
         origins: Sequence[str],
         hosts: Sequence[str],
-        frontend: Frontend,
+        models: Models,
         endpoints: Sequence[Endpoint],
     ) -> None:
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
         self._hosts = frozenset(hosts)
-        self._metrics = frontend.metrics
-        self._limits = frontend.limits
+        self._requests = models.requests
+        self._limits = models.limits
         self._dialects = {each.path: each.dialect for each in endpoints}
         self._public = frozenset(each.path for each in endpoints if each.public)
 
@@ -105,7 +107,7 @@ class AccessMiddleware:
                     headers.setdefault(name, value)
                 headers[dialect.request_id] = identity
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-                self._metrics.answered(method, path if path in self._dialects else "other", status)
+                self._requests.answered(method, path if path in self._dialects else "other", status)
             await send(message)
 
         scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
@@ -119,7 +121,8 @@ class AccessMiddleware:
             _log(scope, status, time.monotonic() - start)
             return
         try:
-            await self._app(scope, receive, counted_send)
+            with ExitStack() as scope["anyaccel.held"]:  # the model of the request, which stays until then
+                await self._app(scope, receive, counted_send)
         except asyncio.CancelledError:  # the server stops, and draining has not ended the request
             if status:
                 scope.get("anyaccel.abort", lambda: None)()

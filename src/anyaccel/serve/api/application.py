@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from anyaccel.serve.api import chat, completions, embeddings, messages, ollama, responses, status, tokenization
 from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answer
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
@@ -29,7 +30,7 @@ PAGE = Path(__file__).parents[1] / "page"
 
 
 def application(
-    frontend: Frontend,
+    served: Models | Frontend,
     *,
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
@@ -39,12 +40,14 @@ def application(
     """The server as an ASGI application.
 
     Args:
+        served: the models; one that is loaded and stays may stand for itself.
         keys: one of which a request needs; none: it needs none.
         origins: sites whose pages may send requests; "*": all.
         hosts: names of this server, whose pages may send requests without a key.
         page: whether there is the chat page at /.
     """
-    endpoints = [endpoint for api in APIS for endpoint in api.endpoints(frontend)]
+    models = Models.of(served) if isinstance(served, Frontend) else served
+    endpoints = [endpoint for api in APIS for endpoint in api.endpoints(models)]
 
     @functools.cache
     def openapi_document(root: str) -> dict[str, Any]:
@@ -53,15 +56,15 @@ def application(
     async def openapi(request: Request) -> Response:
         return json_answer(openapi_document(request.scope.get("root_path", "")))
 
-    served = [
+    addresses = [
         *endpoints,
         Endpoint("/openapi.json", "This document", openapi, public=True),
         Endpoint("/docs", "This document for people", _file("docs.html"), public=True),
         *([Endpoint("/", "The chat page", _file("index.html"), public=True)] if page else []),
     ]
-    routes: list[BaseRoute] = [Route(each.path, _with_errors(each), methods=[each.method]) for each in served]
+    routes: list[BaseRoute] = [Route(each.path, _with_errors(each), methods=[each.method]) for each in addresses]
     routes.append(Mount("/page", StaticFiles(directory=PAGE)))
-    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, frontend, served)]
+    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, models, addresses)]
     if origins:
         cors = Middleware(
             CORSMiddleware,

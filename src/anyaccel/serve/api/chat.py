@@ -16,6 +16,7 @@ from anyaccel.serve.api.generation import (
     choice_events,
     generation_endpoint,
 )
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol.common import (
     AllowedToolsChoice,
@@ -57,10 +58,10 @@ class ChatRequest(SamplingFields, TemplateFields):
     function_call: Any = None
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
     summary = "The next message of a conversation"
-    return [generation_endpoint(frontend, "/v1/chat/completions", summary, ChatRequest, prepare)]
+    return [generation_endpoint(models, "/v1/chat/completions", summary, ChatRequest, prepare)]
 
 
 async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGeneration:

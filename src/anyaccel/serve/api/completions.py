@@ -18,6 +18,7 @@ from anyaccel.serve.api.generation import (
     choice_events,
     generation_endpoint,
 )
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.interface import TokenLogprob
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import Logprobs, MaxTokens, SamplingFields, Text, TokenIds
@@ -48,9 +49,9 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
-    return [generation_endpoint(frontend, "/v1/completions", "Continues texts or tokens", CompletionRequest, prepare)]
+    return [generation_endpoint(models, "/v1/completions", "Continues texts or tokens", CompletionRequest, prepare)]
 
 
 async def prepare(frontend: Frontend, request: CompletionRequest, key: str) -> CompletionGeneration:

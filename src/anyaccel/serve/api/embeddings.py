@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import json_answer, read, unless_gone
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import Shape, TokenIds
@@ -39,11 +40,12 @@ class EmbeddingRequest(Shape):
     user: str | None = None
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
 
     async def embeddings(request: Request) -> Response:
-        body = await read(request, EmbeddingRequest, frontend.limits)
+        body = await read(request, EmbeddingRequest, models.limits)
+        frontend = await models.serving(request, body.model)
         prompts = await _prompts(frontend, body)
         request.scope["anyaccel.usage"] = TokenUsage([len(prompt) for prompt in prompts])  # for the log
         embed = frontend.engine.embed(prompts, body.pooling or frontend.pooling, request.scope["anyaccel.key"])
@@ -65,7 +67,6 @@ async def _prompts(frontend: Frontend, body: EmbeddingRequest) -> list[list[int]
     Raises:
         ApiError: an input does not fit, or the length that is wanted is not the model's.
     """
-    frontend.check_model(body.model)
     facts = frontend.engine.facts
     if body.dimensions not in (None, facts.hidden):
         raise wrong("dimensions", f"this model's embeddings have {facts.hidden} values; they cannot be cut")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import (
     DONE,
     OPENAI,
@@ -46,7 +47,7 @@ class PreparedRequest(Protocol):
 
 
 def generation_endpoint(
-    frontend: Frontend,
+    models: Models,
     path: str,
     summary: str,
     shape: type[G],
@@ -60,12 +61,12 @@ def generation_endpoint(
     """
 
     async def generate(request: Request) -> Any:
-        body = await read(request, shape, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, shape, models.limits)
+        frontend = await models.serving(request, body.model, body.keep_s)
         prepared = await prepare(frontend, body, request.scope["anyaccel.key"])
         request.scope["anyaccel.usage"] = prepared.usage  # for the log
         if body.stream:
-            return EventStream(prepared.stream(), frontend.limits, dialect)
+            return EventStream(prepared.stream(), models.limits, dialect)
         return json_answer(await unless_gone(request.receive, prepared.response()))
 
     return Endpoint(path, summary, generate, shape, streams=True, dialect=dialect)

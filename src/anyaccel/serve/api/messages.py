@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import Dialect, event, json_answer, read
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
@@ -140,18 +141,18 @@ class MessagesRequest(CountRequest):
         return [each for each in self.stop_sequences or () if each]
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
 
     async def count(request: Request) -> Response:
-        body = await read(request, CountRequest, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, CountRequest, models.limits)
+        frontend = await models.serving(request, body.model)
         prompt = await _prompt(frontend, body)
         return json_answer({"input_tokens": len(prompt.tokens)})
 
     summary = "The next message of a conversation, as Anthropic's API has it"
     return [
-        generation_endpoint(frontend, "/v1/messages", summary, MessagesRequest, prepare, _DIALECT),
+        generation_endpoint(models, "/v1/messages", summary, MessagesRequest, prepare, _DIALECT),
         Endpoint("/v1/messages/count_tokens", "Tokens of a conversation", count, CountRequest, dialect=_DIALECT),
     ]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from starlette.responses import Response
 
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
+from anyaccel.serve.api.models import Models, ServedModel
 from anyaccel.serve.api.sending import Dialect, json_answer, read, to_json, unless_gone
 from anyaccel.serve.interface import Grammar
 from anyaccel.serve.protocol import limits
@@ -41,6 +43,9 @@ from anyaccel.serve.requests.structured import schema_grammar
 
 VERSION = "0.12.0"  # of Ollama, whose API this is: its clients ask for it, and some want a certain one
 _FOREVER = "9999-12-31T23:59:59Z"
+_UNITS = {"": 1.0, "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ns|us|µs|ms|s|m|h|)")
+_DURATION = re.compile(rf"[-+]?(?:{_PART.pattern})+")
 
 
 def error_body(error: ApiError) -> dict[str, str]:
@@ -73,13 +78,17 @@ class Options(Shape):
 
 
 class Generating(GenerationFields):
-    """What `/api/chat` and `/api/generate` share. `keep_alive` is taken and has no effect: the model stays."""
+    """What `/api/chat` and `/api/generate` share."""
 
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
+
+    @property
+    def keep_s(self) -> float | None:
+        return _keep_seconds(self.keep_alive)
 
     def sampling(self) -> SamplingFields:
         """The options by the names of the other APIs."""
@@ -98,6 +107,24 @@ class Generating(GenerationFields):
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
         )
+
+
+def _keep_seconds(given: str | float | None) -> float | None:
+    """Seconds of `keep_alive`, which is a number of them, or a duration as Go writes it; negative: for ever.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    if given is None or given == "":
+        return None
+    seconds = given if isinstance(given, int | float) else None
+    if isinstance(given, str) and _DURATION.fullmatch(given):
+        sign = -1 if given.startswith("-") else 1
+        parts = _PART.findall(given)
+        seconds = sign * sum(float(value) * _UNITS[unit] for value, unit in parts)
+    if seconds is None or seconds != seconds:
+        raise wrong("keep_alive", f"{str(given)[:40]!r} is neither a number of seconds nor a duration such as 5m")
+    return float("inf") if seconds < 0 else float(seconds)
 
 
 class OllamaFunction(Shape):
@@ -166,12 +193,12 @@ class OllamaShow(Shape):
     name: str | None = None  # its older name
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
 
     async def embed(request: Request) -> Response:
-        body = await read(request, OllamaEmbed, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, OllamaEmbed, models.limits)
+        frontend = await models.serving(request, body.model, _keep_seconds(body.keep_alive))
         if body.dimensions not in (None, frontend.engine.facts.hidden):
             raise wrong("dimensions", f"this model's embeddings have {frontend.engine.facts.hidden} values")
         texts = [body.input] if isinstance(body.input, str) else body.input
@@ -182,26 +209,24 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
         return json_answer({**head, "total_duration": spent, "load_duration": 0, "prompt_eval_count": count})
 
     async def embeddings(request: Request) -> Response:
-        body = await read(request, OllamaEmbeddings, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, OllamaEmbeddings, models.limits)
+        frontend = await models.serving(request, body.model, _keep_seconds(body.keep_alive))
         (vector,), _ = await _embed(frontend, request, [body.prompt], True)
         return json_answer({"embedding": vector})
 
     async def tags(request: Request) -> Response:
-        return json_answer({"models": [_entry(frontend, name) for name in frontend.names]})
+        return json_answer({"models": [_entry(model, name) for model in models.listed() for name in model.names]})
 
     async def running(request: Request) -> Response:
-        context = frontend.engine.facts.context
-        more = {"expires_at": _FOREVER, "size_vram": 0, "context_length": context}
-        return json_answer({"models": [{**_entry(frontend, name), **more} for name in frontend.names]})
+        return json_answer({"models": [_running(model, name) for model in models.loaded() for name in model.names]})
 
     async def show(request: Request) -> Response:
-        body = await read(request, OllamaShow, frontend.limits)
+        body = await read(request, OllamaShow, models.limits)
         name = body.model or body.name
         if not name:
             raise wrong("model", "is required")
-        frontend.check_model(name)
-        return json_answer(_describe(frontend))
+        model = models.named(name)
+        return json_answer(_describe(model, await models.serving(request, name)))
 
     async def version(request: Request) -> Response:
         return json_answer({"version": VERSION})
@@ -214,8 +239,8 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
 
     chat_summary, text_summary = "A conversation's next message, as Ollama's API has it", "The answer to one text"
     return [
-        generation_endpoint(frontend, "/api/chat", chat_summary, OllamaChat, prepare_chat, _DIALECT),
-        generation_endpoint(frontend, "/api/generate", text_summary, OllamaGenerate, prepare_text, _DIALECT),
+        generation_endpoint(models, "/api/chat", chat_summary, OllamaChat, prepare_chat, _DIALECT),
+        generation_endpoint(models, "/api/generate", text_summary, OllamaGenerate, prepare_text, _DIALECT),
         post("/api/embed", "Vectors of texts", embed, OllamaEmbed),
         post("/api/embeddings", "The vector of a text", embeddings, OllamaEmbeddings),
         post("/api/show", "What is known of a model", show, OllamaShow),
@@ -228,26 +253,35 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
 # The model ------------------------------------------------------------------------------------------------
 
 
-def _details(frontend: Frontend) -> dict[str, Any]:
-    kind = "gguf" if frontend.root.endswith(".gguf") else "safetensors"
+def _details(model: ServedModel) -> dict[str, Any]:
+    kind = "gguf" if model.root.endswith(".gguf") else "safetensors"
     return {
         "parent_model": "",
         "format": kind,
         "family": "",
         "families": [],
         "parameter_size": "",
-        "quantization_level": frontend.engine.facts.dtype,
+        "quantization_level": "" if model.frontend is None else model.frontend.engine.facts.dtype,
     }
 
 
-def _entry(frontend: Frontend, name: str) -> dict[str, Any]:
-    created = datetime.fromtimestamp(frontend.created, UTC).isoformat()
+def _entry(model: ServedModel, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model.created, UTC).isoformat()
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
-    about = {"modified_at": created, "size": 0, "digest": digest, "details": _details(frontend)}
+    about = {"modified_at": created, "size": model.size, "digest": digest, "details": _details(model)}
     return {"name": name, "model": name, **about}
 
 
-def _describe(frontend: Frontend) -> dict[str, Any]:
+def _running(model: ServedModel, name: str) -> dict[str, Any]:
+    """The entry of a model in memory."""
+    context = 0 if model.frontend is None else model.frontend.engine.facts.context
+    left = model.seconds_left()
+    expires = _FOREVER if left is None else (datetime.now(UTC) + timedelta(seconds=left)).isoformat()
+    entry = {**_entry(model, name), "size": model.memory}
+    return {**entry, "expires_at": expires, "size_vram": 0, "context_length": context}
+
+
+def _describe(model: ServedModel, frontend: Frontend) -> dict[str, Any]:
     facts = frontend.engine.facts
     capabilities = ["completion", "embedding"]
     capabilities += ["tools"] if frontend.tokenizer.has_chat_template else []
@@ -257,7 +291,7 @@ def _describe(frontend: Frontend) -> dict[str, Any]:
         "modelfile": "",
         "parameters": "",
         "template": frontend.tokenizer.template,
-        "details": _details(frontend),
+        "details": _details(model),
         "model_info": {
             "general.architecture": "anyaccel",
             "general.basename": frontend.root,
@@ -265,7 +299,7 @@ def _describe(frontend: Frontend) -> dict[str, Any]:
             "anyaccel.embedding_length": facts.hidden,
         },
         "capabilities": capabilities,
-        "modified_at": datetime.fromtimestamp(frontend.created, UTC).isoformat(),
+        "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }
 
 
@@ -452,7 +486,7 @@ class OllamaGeneration:
 
     async def _lines(self) -> AsyncGenerator[dict[str, Any], None]:
         if self.prompt is None:
-            yield self._line("", **self._last("load"))
+            yield self._line("", **self._last("unload" if self.request.keep_s == 0 else "load"))
             return
         sampling = self.request.sampling()
         reason = "stop"

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage, generation_endpoint
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import Dialect, event, json_answer, to_json
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import (
@@ -40,7 +41,7 @@ from anyaccel.serve.protocol.errors import ApiError, api_error, wrong
 from anyaccel.serve.requests.answers import MessageDelta, generate_messages
 from anyaccel.serve.requests.conversation import Prompt, Thinking, build_prompt, content_text
 from anyaccel.serve.requests.frontend import Frontend, new_id
-from anyaccel.serve.requests.stored import StoredAnswer
+from anyaccel.serve.requests.stored import AnswerStore, StoredAnswer
 from anyaccel.serve.requests.structured import response_format_grammar
 
 Event = dict[str, Any]
@@ -115,35 +116,35 @@ class ResponsesRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
 
     async def stored(request: Request) -> Response:
-        found = _find(frontend, request.scope["anyaccel.key"], request.path_params["response"])
+        found = _find(models.answers, request.scope["anyaccel.key"], request.path_params["response"])
         return json_answer(found.response)
 
     async def delete(request: Request) -> Response:
         identity = request.path_params["response"]
-        _find(frontend, request.scope["anyaccel.key"], identity)
-        frontend.answers.remove(request.scope["anyaccel.key"], identity)
+        _find(models.answers, request.scope["anyaccel.key"], identity)
+        models.answers.remove(request.scope["anyaccel.key"], identity)
         return json_answer({"id": identity, "object": "response", "deleted": True})
 
     summary = "The next message of a conversation, as items"
     path = "/v1/responses/{response}"
     return [
-        generation_endpoint(frontend, "/v1/responses", summary, ResponsesRequest, prepare, _DIALECT),
+        generation_endpoint(models, "/v1/responses", summary, ResponsesRequest, prepare, _DIALECT),
         Endpoint(path, "An answer that is still kept", stored),
         Endpoint(path, "Forget an answer", delete, verb="DELETE"),
     ]
 
 
-def _find(frontend: Frontend, key: str, identity: str, param: str | None = None) -> StoredAnswer:
+def _find(answers: AnswerStore, key: str, identity: str, param: str | None = None) -> StoredAnswer:
     """An answer that is kept for this client.
 
     Raises:
         ApiError: there is none of this id.
     """
-    found = frontend.answers.get(key, identity)
+    found = answers.get(key, identity)
     if found is None:
         text = f"no answer {identity[:100]!r} is kept here (any more): send the conversation in input"
         if param:  # OpenAI's code
@@ -164,7 +165,7 @@ async def prepare(frontend: Frontend, request: ResponsesRequest, key: str) -> Re
         raise wrong("background", "is not supported")
     earlier: Sequence[ChatMessage] = ()
     if request.previous_response_id is not None:
-        earlier = _find(frontend, key, request.previous_response_id, "previous_response_id").messages
+        earlier = _find(frontend.answers, key, request.previous_response_id, "previous_response_id").messages
     messages = _messages(request, earlier)
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         raise wrong("top_logprobs", "is not supported here; /v1/chat/completions has them")

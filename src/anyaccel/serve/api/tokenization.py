@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from anyaccel.serve.api.endpoint import Endpoint
+from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import json_answer, read
 from anyaccel.serve.protocol.common import Messages, Shape, TemplateFields, Text, TokenId, Tools
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.conversation import describe_tools, prompt_ending, render
-from anyaccel.serve.requests.frontend import Frontend
 
 _MANY = 2_000  # tokens, whose decoding would keep the event loop waiting
 
@@ -38,13 +38,12 @@ class DetokenizeRequest(Shape):
     model: str | None = None
 
 
-def endpoints(frontend: Frontend) -> list[Endpoint]:
+def endpoints(models: Models) -> list[Endpoint]:
     """The endpoints of this API."""
-    tokenizer = frontend.tokenizer
 
     async def tokenize(request: Request) -> Response:
-        body = await read(request, TokenizeRequest, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, TokenizeRequest, models.limits)
+        frontend = await models.serving(request, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise wrong("prompt", "either prompt or messages is required, and not both")
         text = body.prompt or ""
@@ -52,27 +51,28 @@ def endpoints(frontend: Frontend) -> list[Endpoint]:
             tools = describe_tools(body.tools)
             text = render(frontend, body.messages, tools, body.chat_template_kwargs, prompt_ending(body))
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        tokens = await tokenizer.encode(text, special)
+        tokens = await frontend.tokenizer.encode(text, special)
         answer: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": frontend.engine.facts.context,
         }
         if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_text(token)[0] for token in tokens]
+            answer["token_strs"] = [frontend.tokenizer.token_text(token)[0] for token in tokens]
         return json_answer(answer)
 
     async def detokenize(request: Request) -> Response:
-        body = await read(request, DetokenizeRequest, frontend.limits)
-        frontend.check_model(body.model)
+        body = await read(request, DetokenizeRequest, models.limits)
+        frontend = await models.serving(request, body.model)
         tokens = frontend.check_tokens(body.tokens, "tokens")
-        decode = tokenizer.decode_with_special
+        decode = frontend.tokenizer.decode_with_special
         return json_answer(
             {"prompt": decode(tokens) if len(tokens) < _MANY else await asyncio.to_thread(decode, tokens)}
         )
 
     async def tokenizer_info(request: Request) -> Response:
-        return json_answer(tokenizer.info())
+        frontend = await models.serving(request, request.query_params.get("model"))
+        return json_answer(frontend.tokenizer.info())
 
     return [
         Endpoint("/tokenize", "Tokens of a text or a conversation", tokenize, TokenizeRequest),

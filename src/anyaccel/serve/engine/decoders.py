@@ -132,5 +132,10 @@ def open_decoder(
     elif on_cpu:
         where = "one process"
     plan = plan_line(decoder, where, options, settings)
-    decoder.facts = replace(decoder.facts, plan=plan)
+    decoder.facts = replace(
+        decoder.facts,
+        plan=plan,
+        weight_bytes=native.model.weight_bytes,
+        cache_bytes=native.model.cache_limit_bytes,
+    )
     return decoder

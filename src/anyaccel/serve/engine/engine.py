@@ -27,6 +27,7 @@ from anyaccel.serve.engine.rates import Rates
 from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.engine.step import End, MultiStep, Score, StepInput, StepOutput, StepPlan
+from anyaccel.serve.engine.turns import Turn
 from anyaccel.serve.interface import (
     Chunk,
     DeadlineError,
@@ -75,6 +76,7 @@ class ServingEngine:
         load: returns a loaded decoder; called in the engine's thread, and again when a decoder has failed. It must call
             its argument now and then, which raises when the engine is to stop.
         grammars: makes the constraints that requests ask for.
+        turn: that of all engines on the same cores.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class ServingEngine:
         load: Callable[[Callable[[], object]], StepDecoder],
         settings: EngineSettings,
         grammars: GrammarCompiler,
+        turn: Turn | None = None,
     ) -> None:
         self._load = load
         self._settings = settings
         self._grammars = grammars
+        self._turn = turn or Turn()
         self._numbers = itertools.count()
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -285,7 +289,8 @@ class ServingEngine:
                 opened.queued_s = start - opened.submitted_at
                 step.new[change.id] = opened.scheduled.tokens[: opened.scheduled.prompt], opened.options
         multi_step = self._plan_multi_step(plan)
-        output = self._decoder.apply(step, multi_step)
+        with self._turn.taken(self._delivery.stop):
+            output = self._decoder.apply(step, multi_step)
         if multi_step is not None:
             self._delivery.finish_call(multi_step)
         if not plan.run:

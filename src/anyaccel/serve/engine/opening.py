@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.serve.engine.decoders import open_decoder
 from anyaccel.serve.engine.engine import ServingEngine
+from anyaccel.serve.engine.facts import StepDecoder
 from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.engine.replicas import Replicas
 from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.engine.turns import Turns
 
 if TYPE_CHECKING:
     from anyaccel.inference.options import ModelOptions
@@ -24,11 +27,16 @@ def open_engine(
     screen: Reporter,
     settings: EngineSettings | None = None,
     tokenizer: Any = None,
+    *,
+    turns: Turns | None = None,
+    check: Callable[[], object] | None = None,
 ) -> ServingEngine | Replicas:
     """Load a model and begin to serve it.
 
     Args:
         tokenizer: of the model (`load_text_tokenizer`), where the caller has it already; for grammars.
+        turns: those of all engines on these cores, where there are several.
+        check: called now and then while the model loads; what it raises ends that.
 
     Raises:
         UsageError: the native runtime does not have this model, or settings are wrong.
@@ -42,11 +50,17 @@ def open_engine(
 
     def one(replica: int) -> ServingEngine:
         watcher = screen if replica == 0 else _Silent()
-        return ServingEngine(
-            lambda check: open_decoder(path, options, watcher, chosen, tokenizer, check, replica),
-            chosen,
-            GrammarCompiler(str(path), tokenizer),
-        )
+
+        def load(engine_check: Callable[[], object]) -> StepDecoder:
+            def both() -> None:
+                engine_check()
+                if check is not None:
+                    check()
+
+            return open_decoder(path, options, watcher, chosen, tokenizer, both, replica)
+
+        turn = None if turns is None else turns.of(replica)
+        return ServingEngine(load, chosen, GrammarCompiler(str(path), tokenizer), turn)
 
     if chosen.replicas == 1:
         return one(0)

@@ -57,6 +57,8 @@ class RanksDecoder:
             first["hidden"],
             options.dtype,
             plan_line(self, where, options, settings),
+            sum(each["weight_bytes"] for each in said),
+            sum(each["cache_bytes"] for each in said),
         )
         self.facts = limited(facts, self.cache_pages)
 

@@ -130,7 +130,12 @@ class Replicas:
         plan = (f"plan: {len(engines)} replicas, each of {each[0]}", *first.plan[1:])
         if len(each) > 1:  # the machine's NUMA nodes differ
             plan = (f"plan: {len(engines)} replicas", *(f"  of {one}" for one in each), *first.plan[1:])
-        self.facts: ModelFacts = replace(first, plan=plan)
+        self.facts: ModelFacts = replace(
+            first,
+            plan=plan,
+            weight_bytes=sum(engine.facts.weight_bytes for engine in engines),
+            cache_bytes=sum(engine.facts.cache_bytes for engine in engines),
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         end = time.monotonic() + (self._timeout_s if request.timeout_s is None else request.timeout_s)

@@ -96,6 +96,11 @@ class GenerationFields(Shape):
         """The strings that end an answer."""
         return []
 
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds that the model stays in memory after this request; None: as the server has it."""
+        return None
+
 
 class SamplingFields(GenerationFields):
     """What OpenAI's chat and plain completions add."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from anyaccel.serve.interface import Engine, GenerationRequest, Grammar, SamplingParams
 from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
-from anyaccel.serve.protocol.errors import ApiError, wrong
+from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.protocol.limits import HttpLimits
 from anyaccel.serve.requests.defaults import SamplingDefaults
 from anyaccel.serve.requests.infill import Infill, find_infill
@@ -22,8 +22,6 @@ from anyaccel.serve.requests.stored import AnswerStore
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
-
-_TAG = ":latest"  # which Ollama's clients add to a name
 
 
 class Frontend:
@@ -37,6 +35,9 @@ class Frontend:
         tool_format, reasoning: how the model writes calls and thoughts; "auto": by its chat template. Without
             `reasoning`, thoughts are part of the text.
         timeout_s, defaults: of a request that does not set them; None: the engine's own.
+
+    Attributes:
+        metrics, answers: what is counted and kept; those of the server where it has several models (`Models`).
     """
 
     def __init__(
@@ -88,22 +89,6 @@ class Frontend:
         """Whether answers are parsed with special tokens, as some marks are such tokens."""
         marks = {*(self.reasoning.marks if self.reasoning else ()), *(self.tool_format.marks if with_calls else ())}
         return self.tool_format.is_messages or any(map(self.tokenizer.is_special, marks))
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            ApiError: there is none of this name.
-        """
-        known = (*self.names, *self.aliases)
-        if name is not None and name not in known and name.removesuffix(_TAG) not in known:
-            raise ApiError(
-                404,
-                f"model: no model {name[:200]!r} here; there is {', '.join(self.names)}",
-                "model",
-                "model_not_found",
-                "not_found_error",
-            )
 
     # Prompts ----------------------------------------------------------------------------------------------
 

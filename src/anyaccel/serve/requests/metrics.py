@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from anyaccel.serve.interface import Stats
 
@@ -46,8 +46,28 @@ class Histogram:
         yield f"{name}_count{{{labels}}} {total}"
 
 
+class HttpMetrics:
+    """Counts the HTTP responses of the server."""
+
+    def __init__(self) -> None:
+        self._answered: Counter[tuple[str, str, int]] = Counter()
+
+    def answered(self, method: str, path: str, status: int) -> None:
+        """Count an HTTP response."""
+        self._answered[method, path, status] += 1
+
+    def lines(self) -> Iterator[str]:
+        """Their family."""
+        name = "http_requests_total"
+        lines = [
+            f'anyaccel_{name}{{method="{_label(method)}",path="{_label(path)}",status="{status}"}} {count}'
+            for (method, path, status), count in sorted(self._answered.items())
+        ]
+        yield from _family(name, "counter", "Requests of HTTP by their status.", lines)
+
+
 class Metrics:
-    """The metrics that the HTTP side counts; the engine counts the others (`Stats`)."""
+    """The metrics of a model that the HTTP side counts; the engine counts the others (`Stats`)."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(_FIRST)
@@ -57,7 +77,6 @@ class Metrics:
         self._prompt = Histogram(_TOKENS)
         self._answer = Histogram(_TOKENS)
         self._finished: Counter[str] = Counter()
-        self._answered: Counter[tuple[str, str, int]] = Counter()
 
     def finished(self, reason: str, seconds: float, prompt: int, answer: int) -> None:
         """Count an answer that has ended with "stop", "length", "abort" (the client has gone) or "error"."""
@@ -67,15 +86,18 @@ class Metrics:
             self._prompt.observe(prompt)
             self._answer.observe(answer)
 
-    def answered(self, method: str, path: str, status: int) -> None:
-        """Count an HTTP response."""
-        self._answered[method, path, status] += 1
+    @staticmethod
+    def text(counted: Sequence[tuple[str, Metrics, Stats]], requests: HttpMetrics) -> str:
+        """The text of /metrics, of each model with its name; the lines of a family stand together."""
+        families: dict[str, tuple[str, str, list[str]]] = {}
+        for model, metrics, stats in counted:
+            for name, kind, meaning, lines in metrics._families(f'model_name="{_label(model)}"', stats):
+                families.setdefault(name, (kind, meaning, []))[2].extend(lines)
+        whole = [line for name, family in families.items() for line in _family(name, *family)]
+        return "\n".join([*whole, *requests.lines(), ""])
 
-    def text(self, model: str, stats: Stats) -> str:
-        """The text of /metrics."""
-        return "\n".join([*self._lines(f'model_name="{_label(model)}"', stats), ""])
-
-    def _lines(self, labels: str, stats: Stats) -> Iterator[str]:
+    def _families(self, labels: str, stats: Stats) -> Iterator[tuple[str, str, str, Iterable[str]]]:
+        """Name, kind, meaning and lines of each."""
         used = stats.cache_used / stats.cache_total if stats.cache_total else 0.0
         for name, value, meaning in (
             ("num_requests_running", stats.running, "Requests that run."),
@@ -83,7 +105,7 @@ class Metrics:
             ("kv_cache_usage_perc", used, "Part of the KV cache that running requests hold; 1: all."),
             ("kv_cache_bytes", stats.cache_total, "Size of the KV cache."),
         ):
-            yield from self._family(name, "gauge", meaning, [f"anyaccel_{name}{{{labels}}} {value!r}"])
+            yield name, "gauge", meaning, [f"anyaccel_{name}{{{labels}}} {value!r}"]
         for name, count, meaning in (
             ("prefix_cache_queries_total", stats.prefix_queries, "Tokens of prompts."),
             ("prefix_cache_hits_total", stats.prefix_hits, "Tokens of prompts that were in the cache."),
@@ -94,7 +116,7 @@ class Metrics:
             ("spec_decode_num_draft_tokens_total", stats.drafted, "Drafted tokens of answers."),
             ("spec_decode_num_accepted_tokens_total", stats.accepted, "Drafted tokens that were accepted."),
         ):
-            yield from self._family(name, "counter", meaning, [f"anyaccel_{name}{{{labels}}} {count}"])
+            yield name, "counter", meaning, [f"anyaccel_{name}{{{labels}}} {count}"]
         for name, histogram, meaning in (
             ("request_queue_time_seconds", self.queued, "From a request to the first step with its tokens."),
             ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
@@ -103,22 +125,16 @@ class Metrics:
             ("request_prompt_tokens", self._prompt, "Tokens of a prompt."),
             ("request_generation_tokens", self._answer, "Tokens of an answer."),
         ):
-            yield from self._family(name, "histogram", meaning, histogram.lines(f"anyaccel_{name}", labels))
+            yield name, "histogram", meaning, histogram.lines(f"anyaccel_{name}", labels)
         name = "request_success_total"
         lines = [
             f'anyaccel_{name}{{{labels},finished_reason="{_label(reason)}"}} {count}'
             for reason, count in sorted(self._finished.items())
         ]
-        yield from self._family(name, "counter", "Answers by how they ended.", lines)
-        name = "http_requests_total"
-        lines = [
-            f'anyaccel_{name}{{method="{_label(method)}",path="{_label(path)}",status="{status}"}} {count}'
-            for (method, path, status), count in sorted(self._answered.items())
-        ]
-        yield from self._family(name, "counter", "Requests of HTTP by their status.", lines)
+        yield name, "counter", "Answers by how they ended.", lines
 
-    @staticmethod
-    def _family(name: str, kind: str, meaning: str, lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
-        yield f"# HELP anyaccel_{name} {meaning}"
-        yield f"# TYPE anyaccel_{name} {kind}"
-        yield from lines
+
+def _family(name: str, kind: str, meaning: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"# HELP anyaccel_{name} {meaning}"
+    yield f"# TYPE anyaccel_{name} {kind}"
+    yield from lines
