@@ -130,7 +130,10 @@ def test_a_prompt_may_come_in_parts(name: str) -> None:
         expected = module(input_ids=torch.tensor([PROMPTS[0]])).logits[0]
     executor = OneByOneExecutor(module, 1 << 24, 0)
     executor.change(0, -1, 0)
-    parts = [executor.compute([(0, begin, PROMPTS[0][begin:end], 0)], False)[0] for begin, end in ((0, 3), (3, 7))]
+    parts = [
+        executor.compute([(0, begin, PROMPTS[0][begin:end], 0)], range(end - begin), False)[0]
+        for begin, end in ((0, 3), (3, 7))
+    ]
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -170,12 +173,12 @@ def test_clearing_a_sequence_leaves_those_that_share_its_beginning() -> None:
     module = _module(*TOGETHER["llama"])
     executor = BatchedExecutor(module, 1 << 24, 0)
     executor.change(0, -1, 0)
-    executor.compute([(0, 0, PROMPTS[0], 0)], False)
+    executor.compute([(0, 0, PROMPTS[0], 0)], [], False)
     executor.change(1, 0, len(PROMPTS[0]))
-    expected, _ = executor.compute([(1, len(PROMPTS[0]), [9], 0)], False)
+    expected, _ = executor.compute([(1, len(PROMPTS[0]), [9], 0)], [0], False)
     executor.change(2, 0, len(PROMPTS[0]))
     executor.clear(0)
-    found, _ = executor.compute([(2, len(PROMPTS[0]), [9], 0)], False)
+    found, _ = executor.compute([(2, len(PROMPTS[0]), [9], 0)], [0], False)
     torch.testing.assert_close(found, expected)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,24 +77,32 @@ class _Executor:
         hidden_rows: Sequence[int],
         hidden: int,
     ) -> list[int]:
-        logits_TV, hidden_TE = self.compute(segments, bool(hidden_rows))
-        found = (logits_TV.shape[1], self._widths[1] if hidden_TE is None else hidden_TE.shape[1])
+        rows = sorted({*logits_rows, *(pick[0] for pick in picks)})
+        logits_RV, hidden_TE = self.compute(segments, rows, bool(hidden_rows))
+        found = (logits_RV.shape[1], self._widths[1] if hidden_TE is None else hidden_TE.shape[1])
         if found != self._widths:
             raise ModelError(
                 f"the model gives rows of {found} logits and hidden values, its config says {self._widths}"
             )
+        at = {row: index for index, row in enumerate(rows)}
         if logits_rows:
-            _copy_to_host(logits_TV[list(logits_rows)], logits)
+            _copy_to_host(logits_RV[[at[row] for row in logits_rows]], logits)
         if hidden_rows:
             assert hidden_TE is not None
             _copy_to_host(hidden_TE[list(hidden_rows)], hidden)
         if not picks:
             return []
-        chosen: list[int] = choose(logits_TV[[pick[0] for pick in picks]].float(), picks, torch.float64).tolist()
+        chosen: list[int] = choose(logits_RV[[at[pick[0]] for pick in picks]].float(), picks, torch.float64).tolist()
         return chosen
 
-    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [tokens, vocabulary] and, where they are asked for, last hidden states of all segments' tokens."""
+    def compute(
+        self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [rows, vocabulary] and, where they are asked for, last hidden states of all segments' tokens.
+
+        Args:
+            rows: of the tokens of all segments, ascending: those whose logits are wanted.
+        """
         raise NotImplementedError
 
     def connect(self) -> None:
@@ -175,13 +184,22 @@ class _Mask:
     """What transformers' models get for a mask and hand to `attend`: which positions see which."""
 
     sees: Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+    made: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)  # most layers of a step share one
 
-    def between(self, start: int, end: int, device: torch.device) -> torch.Tensor:
-        """[end - start, end], of the tokens from `start` on."""
-        queries = torch.arange(start, end, device=device)[:, None]
-        keys = torch.arange(end, device=device)[None]
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return self.sees(zero, zero, queries, keys)
+    def between(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        """[end - start, end], of the tokens from `start` on; None: each sees all."""
+        if (start, end) not in self.made:
+            queries = torch.arange(start, end, device=device)[:, None]
+            keys = torch.arange(end, device=device)[None]
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            seen = self.sees(zero, zero, queries, keys)
+            self.made[start, end] = None if bool(seen.all()) else seen
+        return self.made[start, end]
+
+
+def _causal(window: int | None) -> _Mask:
+    """For models that hand over no mask."""
+    return _Mask(lambda _, __, query, key: (key <= query) & (key > query - window if window else True))
 
 
 def _make_mask(*_: Any, mask_function: Any, attention_mask: Any = None, **__: Any) -> _Mask:
@@ -231,6 +249,7 @@ def attend(
         [1, T, H, D].
     """
     layer = int(cast("Any", module).layer_idx)
+    mask = attention_mask or _causal(sliding_window)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for row in _current:
         part = slice(row.begin, row.begin + row.count)
@@ -241,12 +260,7 @@ def attend(
                 key.new_empty(key.shape[1], 0, key.shape[3]), value.new_empty(value.shape[1], 0, value.shape[3])
             )
         held.append(key[0, :, part], value[0, :, part], row.start)
-        seen = attention_mask.between(row.start, end, query.device) if attention_mask is not None else None
-        if seen is None:
-            positions = torch.arange(end, device=query.device)
-            seen = positions[None] <= positions[row.start :, None]
-            if sliding_window:
-                seen = seen & (positions[None] > positions[row.start :, None] - sliding_window)
+        seen = mask.between(row.start, end, query.device)
         heads = _softmax(
             query[:, :, part], held.keys[None, :, :end], held.values[None, :, :end], seen, scaling, softcap, s_aux
         )
@@ -258,19 +272,19 @@ def _softmax(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: torch.Tensor,
+    seen: torch.Tensor | None,
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     if softcap is None and sinks is None:
-        mask = None if q.shape[2] == 1 and bool(seen.all()) else seen
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
+        return nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True)
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, float("-inf"))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)
@@ -299,6 +313,7 @@ class BatchedExecutor(_Executor):
             raise ModelError(f"{kind.__name__} has states of its own, or an attention of its own")
         if depends_on_length(module.config):
             raise ModelError(f"the rotary positions of {kind.__name__} depend on the longest sequence")
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         usual = module.config._attn_implementation
         ids = torch.arange(8, device=self.device)[None] % module.get_input_embeddings().weight.shape[0]
         with torch.inference_mode():
@@ -318,8 +333,9 @@ class BatchedExecutor(_Executor):
             self.change(number, -1, 0)
         parts = []
         for begin, end in ((0, 5), (5, 7), (7, 8)):
-            logits, _ = self.compute([(1, begin, tokens[begin:end][::-1], 0), (0, begin, tokens[begin:end], 0)], False)
-            parts.append(logits[end - begin :])
+            count = end - begin
+            both = [(1, begin, tokens[begin:end][::-1], 0), (0, begin, tokens[begin:end], 0)]
+            parts.append(self.compute(both, range(count, 2 * count), False)[0])
         if not _alike(torch.cat(parts), expected, self.module.dtype):
             raise ModelError("the answers differ from those of the module alone")
         layers = self._sequences[0].layers.values()
@@ -364,15 +380,18 @@ class BatchedExecutor(_Executor):
                 layer.values.zero_()
 
     @_inference
-    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows: list[_Row] = []
+    def compute(
+        self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        current: list[_Row] = []
         ids: list[int] = []
         positions: list[int] = []
         for number, start, tokens, _ in segments:
-            rows.append(_Row(self._sequences[number], start, len(ids), len(tokens)))
+            current.append(_Row(self._sequences[number], start, len(ids), len(tokens)))
             ids += tokens
             positions += range(start, start + len(tokens))
-        _current[:] = rows
+        _current[:] = current
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.device)
         try:
             output = self.module(
                 input_ids=torch.tensor([ids], device=self.device),
@@ -381,12 +400,14 @@ class BatchedExecutor(_Executor):
                 use_cache=True,
                 output_hidden_states=hidden,
                 return_dict=True,
+                **({"logits_to_keep": kept} if self._keeps_logits else {}),
             )
         finally:
             _current.clear()
-        for row in rows:
+        for row in current:
             row.sequence.length = row.start + row.count
-        return output.logits[0], output.hidden_states[-1][0] if hidden else None
+        logits = output.logits[0] if self._keeps_logits else output.logits[0, kept]
+        return logits, output.hidden_states[-1][0] if hidden else None
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -434,16 +455,16 @@ class OneByOneExecutor(_Executor):
         for number in (0, 1):
             self.change(number, -1, 0)
         try:
-            self.compute([(0, 0, tokens[:begin], 0), (1, 0, tokens[::-1], 0)], False)
-            found, _ = self.compute([(0, begin, tokens[begin:end], 0)], False)
+            self.compute([(0, 0, tokens[:begin], 0), (1, 0, tokens[::-1], 0)], [], False)
+            found, _ = self.compute([(0, begin, tokens[begin:end], 0)], range(end - begin), False)
         except Exception as error:  # noqa: BLE001  of code that is not ours
             logger.info("%s cannot go on from its own cache: %s", type(self.module).__name__, error)
             return False
         finally:
             self.change(0, 0, 0)
-        expected, _ = self.compute([(0, 0, tokens, 0)], False)
+        expected, _ = self.compute([(0, 0, tokens, 0)], range(begin, len(tokens)), False)
         self._sequences.clear()
-        return _alike(found, expected[begin:], self.module.dtype)
+        return _alike(found, expected, self.module.dtype)
 
     @property
     def used_bytes(self) -> int:
@@ -470,9 +491,12 @@ class OneByOneExecutor(_Executor):
         self._sequences[sequence].state = None
 
     @_inference
-    def compute(self, segments: Sequence[Segment], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute(
+        self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = [self._extend(self._sequences[number], start, tokens, hidden) for number, start, tokens, _ in segments]
-        return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found]) if hidden else None
+        logits = torch.cat([each for each, _ in found])[list(rows)]
+        return logits, torch.cat([each for _, each in found]) if hidden else None
 
     def _extend(self, own: _OwnState, start: int, tokens: list[int], hidden: bool) -> tuple[torch.Tensor, Any]:
         own.tokens[start:] = tokens
