@@ -21,11 +21,8 @@ namespace anyaccel::comm {
 namespace {
 
 constexpr uint32_t kMagic = 0x61636d31;
-// How long a host looks, giving its core to whoever wants it, before it sleeps. Parts of a step take tens of
-// microseconds, and so do the networks that this is for; sleeping and being woken costs as much again. After a
-// millisecond that is little. Where other work wants the core it sleeps sooner: what is woken runs before what has been
+// Where other work wants the core, a host sleeps sooner than after kYieldNs: what is woken runs before what has been
 // looking all the time.
-constexpr int64_t kYieldNs = 1'000'000;
 constexpr int64_t kSharedYieldNs = 200'000;
 constexpr int kSleepMs = 50;
 constexpr int64_t kTransportSleepNs = 50'000;

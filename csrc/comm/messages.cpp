@@ -16,7 +16,6 @@ constexpr uint64_t kSlots = 4;
 constexpr size_t kHeaderBytes = 64;
 constexpr size_t kMinPairBytes = 768;  // a ring and four slots, each with room for a header and as much data
 constexpr int kSpins = 200;
-constexpr int64_t kYieldNs = 2'000'000;
 constexpr int64_t kSleepNs = 2'000'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;

@@ -26,7 +26,6 @@ constexpr size_t kPage = 4096;  // the alignment of buffers
 // core, and then sleeps until its peer wakes it; meanwhile it checks its peers. Where other work wants its core, it
 // sleeps after spinning: yielding takes the time that it needs later.
 constexpr int64_t kSpinNs = 200'000;
-constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 2'000'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;

@@ -97,10 +97,14 @@ void Team::barrier(int thread) noexcept {
     phase_.notify_all();  // a system call only when one sleeps
     return;
   }
-  for (int64_t i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
-    if (i < spin_)
-      cpu_pause();
-    else if (core_is_shared(now_ns()))
+  for (int64_t i = 0; i < spin_; ++i) {
+    if (phase_.load(std::memory_order_acquire) != phase) return;
+    cpu_pause();
+  }
+  const int64_t begin = now_ns();
+  while (phase_.load(std::memory_order_acquire) == phase) {
+    const int64_t now = now_ns();
+    if (now - begin > kYieldNs || core_is_shared(now))
       phase_.wait(phase);
     else
       std::this_thread::yield();

@@ -22,6 +22,11 @@ inline void cpu_pause() {
 #endif
 }
 
+// How long a thread that gave its core away looks again before it sleeps. Sleeping and being woken takes some tens of
+// microseconds, little beside so long a wait; and a processor of a virtual machine that waits for a real one may get it
+// only when this thread sleeps.
+constexpr int64_t kYieldNs = 2'000'000;
+
 // Whether other work has lately wanted the core of this thread. Looking again and again takes time then that the
 // thread itself needs later, and every process that it waits for: it should sleep until it is woken. `now` is now_ns().
 bool core_is_shared(int64_t now) noexcept;

@@ -42,7 +42,7 @@ class Clock {
 };
 
 void test_barriers(int threads) {
-  constexpr int kPhases = 50;
+  constexpr int kPhases = 20;
   Team team(threads);
   std::vector<int> done(static_cast<size_t>(threads));
   const Clock clock("barriers of a team");
@@ -58,7 +58,7 @@ void test_barriers(int threads) {
 }
 
 void test_runs(int threads) {
-  constexpr int kRuns = 50;
+  constexpr int kRuns = 20;
   Team team(threads);
   std::atomic<int> calls{0};
   const Clock clock("runs of a team");
@@ -70,7 +70,7 @@ void test_runs(int threads) {
 }
 
 void test_loops(int threads) {
-  constexpr int kLoops = 50;
+  constexpr int kLoops = 20;
   const Clock clock("loops");
   for (int loop = 0; loop < kLoops; ++loop) {
     std::atomic<int64_t> sum{0};
@@ -81,7 +81,7 @@ void test_loops(int threads) {
 }
 
 void test_all_reduce(int ranks, size_t count) {
-  constexpr int kCalls = 10;
+  constexpr int kCalls = 3;
   std::vector<std::unique_ptr<ShmGroup>> groups;
   std::vector<ShmGroup*> all;
   for (int rank = 0; rank < ranks; ++rank) {
