@@ -46,6 +46,37 @@ def test_a_killed_launcher_of_the_agents_is_the_cause(hosts: Hosts, launcher: st
     assert "rank" not in errors
 
 
+# One that is alone ends well; else it waits for what never comes, as in a collective with a host that is silent.
+WAITING = """
+import os, pathlib, time
+pathlib.Path(f"met-{os.environ['RANK']}").touch()
+while os.environ["WORLD_SIZE"] != "1":
+    time.sleep(0.2)
+print("alone in round", os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+def _agent(hosts: Hosts, at: int) -> int:
+    """The process id of a host's agent, whose guardian lives on."""
+    running = hosts[at].processes()
+    agents = [pid for pid, line in running.items() if line.endswith("-m anyaccel.launch.cluster.node")]
+    return min(pid for pid in agents if Path(f"/proc/{pid}/comm").read_text() != "anyaccel-guard\n")
+
+
+@pytest.mark.slow
+def test_workers_that_wait_for_a_lost_host_are_ended(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    options = ["--elastic", "1:2", "--max-restarts", 2, "--no_local_rank", "waiting.py"]
+    with hosts.start("ssh", hosts.hostfile(tmp_path, 1), *options) as child:
+        wait_for(lambda: all((tmp_path / f"met-{rank}").exists() for rank in (0, 1)), "both ranks run", 120)
+        os.kill(_agent(hosts, 1), signal.SIGKILL)
+        output, errors = child.communicate(timeout=170)
+        left = hosts.wait_idle(30)
+    assert not left, errors
+    assert (child.returncode, output) == (0, "alone in round 1\n"), errors
+    assert "ending workers that wait for a lost host" in errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_agent_of_an_elastic_job(hosts: Hosts, tmp_path: Path, victim: int) -> None:
@@ -53,10 +84,7 @@ def test_a_killed_agent_of_an_elastic_job(hosts: Hosts, tmp_path: Path, victim: 
     options = ["--elastic", "1:2", "--max-restarts", 2, "--no_local_rank", "meeting.py"]
     with hosts.start("ssh", hosts.hostfile(tmp_path, 1), *options) as child:
         wait_for(lambda: all((tmp_path / f"met-{rank}").exists() for rank in (0, 1)), "both ranks run", 120)
-        running = hosts[victim].processes()
-        agents = [pid for pid, line in running.items() if line.endswith("-m anyaccel.launch.cluster.node")]
-        agents = [pid for pid in agents if Path(f"/proc/{pid}/comm").read_text() != "anyaccel-guard\n"]
-        os.kill(min(agents), signal.SIGKILL)
+        os.kill(_agent(hosts, victim), signal.SIGKILL)
         output, errors = child.communicate(timeout=170)
         left = hosts.wait_idle(30)
     assert not left, errors

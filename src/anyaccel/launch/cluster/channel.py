@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the launcher and an agent, through standard input and error of ssh, or through TCP.
 
-The launcher sends lines of JSON, then one byte for each signal (or 0 as a heartbeat, or `protocol.STDERR_CLOSED`). The
-agent sends frames, in the middle of its workers' standard error. A frame begins with NUL and the secret of this job, so
-that no worker can write one by accident:
+The launcher sends lines of JSON, then one byte for each signal (or 0 as a heartbeat, or another of `local.protocol`).
+The agent sends frames, in the middle of its workers' standard error. A frame begins with NUL and the secret of this
+job, so that no worker can write one by accident:
 
     NUL anyaccel: SECRET : KIND : BASE64 OF JSON newline
 """

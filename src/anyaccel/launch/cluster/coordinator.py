@@ -26,7 +26,7 @@ from anyaccel.launch.cluster.task import Task
 from anyaccel.launch.failure import Report
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.local.command import OUR_ERROR
-from anyaccel.launch.local.protocol import STDERR_CLOSED
+from anyaccel.launch.local.protocol import HOST_LOST, STDERR_CLOSED
 from anyaccel.launch.local.signals import stop_signals, without_stopping
 from anyaccel.launch.local.streams import BACKLOG
 from anyaccel.launch.local.worker import PASSED_ON
@@ -298,6 +298,9 @@ class Coordinator:
             rest = f"{agent.problem}; {alive} host{' goes' if alive == 1 else 's go'} on"
             self.console.line(f"warning: host {agent.host}: {rest}", WARNING)
             agent.problem = ""
+            for other in self.agents:
+                if other.running:
+                    other.send(bytes([HOST_LOST]))
         else:
             self.end(signal.SIGTERM)
 

@@ -28,6 +28,8 @@ from anyaccel.launch.local.protocol import (
     DELIVERED,
     DUE,
     GUARDIAN_NAME,
+    HOST_LOST,
+    HOST_LOST_GRACE,
     KILL_TIMEOUT,
     LEFTOVER_GRACE,
     REPORT_BYTES,
@@ -36,6 +38,7 @@ from anyaccel.launch.local.protocol import (
     STDERR_CLOSED,
     Link,
 )
+from anyaccel.launch.local.rounds import workers_of
 from anyaccel.launch.local.streams import Streams
 from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS, Worker, become_worker
 from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
@@ -146,6 +149,8 @@ class _Guardian:
         self._pass_on_at: dict[int, float] = {}  # when a signal that is for the workers alone is passed on
         self._came_here: dict[int, float] = {}  # when this process got one
         self._kill_deadline = 0.0
+        self._round: set[tuple[int, int]] = set()  # workers of torch when another host was lost
+        self._round_ends_at: float | None = None
         self._children = True
         self._finished_at: float | None = None
         self._launcher_gone = False
@@ -231,7 +236,7 @@ class _Guardian:
     def _wait(self) -> None:
         """Sleep until something happens or the next deadline comes."""
         now = time.monotonic()
-        times = (self._sigterm_at, self._phase_ends_at, *self._pass_on_at.values())
+        times = (self._sigterm_at, self._phase_ends_at, self._round_ends_at, *self._pass_on_at.values())
         deadlines = [at for at in times if at is not None] if self._children else []
         if self._finished_at is not None and self._result.signal is not None:
             deadlines.append(self._finished_at + 1)
@@ -301,11 +306,26 @@ class _Guardian:
             if byte == STDERR_CLOSED:
                 self._streams.cut(self._output)
                 continue
+            if byte == HOST_LOST:
+                self._round_ends_at = time.monotonic() + HOST_LOST_GRACE
+                self._round = self._workers_of_torch()
+                continue
             number, now = byte & ~DELIVERED, time.monotonic()
             if number not in PASSED_ON:
                 self._stop(number, delivered=bool(byte & DELIVERED))
             elif now > self._came_here.get(number, -SENT_TO_ALL) + SENT_TO_ALL:
                 self._pass_on_at.setdefault(number, now + SENT_TO_ALL)
+
+    def _workers_of_torch(self) -> set[tuple[int, int]]:
+        return {worker for launcher in self._running for worker in workers_of(launcher).items()}
+
+    def _end_round(self) -> None:
+        """End what a lost host has left waiting for it; torch then starts the next round without that host."""
+        self._round_ends_at = None
+        waiting = [pid for pid, _ in self._round & self._workers_of_torch()]
+        if waiting and self._phase is _Phase.RUNNING:
+            self._output.line(f"ending workers that wait for a lost host: {processes.describe(waiting)}", WARNING)
+            processes.send(waiting, signal.SIGKILL)
 
     def _lose_launcher(self) -> None:
         self._launcher_gone = True
@@ -382,6 +402,8 @@ class _Guardian:
         for number in [number for number, at in self._pass_on_at.items() if now >= at]:
             del self._pass_on_at[number]
             processes.send(self._running, number)
+        if self._round_ends_at is not None and now >= self._round_ends_at:
+            self._end_round()
         if self._phase is _Phase.KILLING:
             if now > self._kill_deadline:
                 self._result.unkillable = processes.describe(processes.descendants())

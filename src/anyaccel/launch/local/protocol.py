@@ -16,6 +16,10 @@ GUARDIAN_NAME = "anyaccel-guard"
 DELIVERED = 0x80
 # Sent to an agent in place of a signal's number when nobody reads the workers' standard error any more.
 STDERR_CLOSED = 0x7F
+# Sent to an agent of an elastic job that goes on without another host, and the seconds that its workers then have to
+# notice that by themselves: a collective waits for a host whose network is silent until it times out.
+HOST_LOST = 0x7E
+HOST_LOST_GRACE = 10.0
 # Shared memory for the report: the tail of a worker takes at most 40 kB of it, unkillable processes as much.
 REPORT_BYTES = 1 << 17
 # Behind it, in the same memory: the guardian's next deadline in time.monotonic(), 0 for none. It tells the launcher

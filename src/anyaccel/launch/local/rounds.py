@@ -36,14 +36,18 @@ def left_behind(launcher: int) -> list[int]:
     guardian = processes.parent(launcher)
     if guardian is None or processes.name(guardian) != GUARDIAN_NAME:
         return []  # not started by our guardian, so it is unknown to whom other processes belong
-    of_launcher = processes.descendants(root=launcher)
-    workers = [pid for pid in of_launcher if processes.parent(pid) == launcher and _is_worker(pid)]
-    started = [at for pid in workers if (at := processes.started(pid)) is not None]
-    if not started:
+    workers = workers_of(launcher)
+    if not workers:
         return []
     found = processes.descendants(root=guardian, exclude=[launcher])
     ages = {pid: processes.started(pid) for pid, state in found.items() if state != "Z"}
-    return [pid for pid, at in ages.items() if at is not None and at < min(started)]
+    return [pid for pid, at in ages.items() if at is not None and at < min(workers.values())]
+
+
+def workers_of(launcher: int) -> dict[int, int]:
+    """The workers of the round under way below torch's launcher, by process id, and when each was started."""
+    found = [pid for pid in processes.descendants(root=launcher) if processes.parent(pid) == launcher]
+    return {pid: at for pid in found if _is_worker(pid) and (at := processes.started(pid)) is not None}
 
 
 def _is_worker(pid: int) -> bool:
