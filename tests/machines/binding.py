@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -34,25 +35,30 @@ def ranks(
 ) -> list[Any]:
     """What the ranks of a run say, by their number."""
     found = machine.check([*around, COMMAND, "run", *options, WHERE], seconds=seconds)
-    return sorted(found.json_lines(), key=lambda line: int(line["env"]["RANK"]))
+    return sorted(found.json_lines(), key=_rank)
+
+
+def _rank(line: dict[str, Any]) -> int:
+    return int(line["env"]["RANK"])
 
 
 def check(
     machine: Machine, options: Sequence[str], around: Sequence[str | Path] = (), seconds: float = 300
 ) -> dict[str, Any]:
     """Each rank of a run is where its plan says; a plan that is refused starts nothing. Returns the plan."""
-    planned, refused = plan(machine, options, around)
+    ran = machine.run([*around, sys.executable, GUEST / "planned.py", *options, WHERE], seconds=seconds)
+    first, *found = ran.json_lines()
+    planned: dict[str, Any] = first["plan"]
     if not planned:
-        ran = machine.run([*around, COMMAND, "run", *options, WHERE])
-        assert refused.status == ran.status == 2, (refused, ran)
-        assert refused.err == ran.err, (refused.err, ran.err)
+        assert first["planning"] == ran.status == 2, ran
+        assert first["said"] == ran.err, ran
         assert "Traceback" not in ran.err
-        assert not ran.json_lines()
+        assert not found
         return {}
-    found = ranks(machine, options, around, seconds)
+    assert ran.status == 0, ran
     assert len(found) == planned["world_size"]
     nodes = nodes_of_cpus(machine)
-    for rank, line in zip(planned["ranks"], found, strict=True):
+    for rank, line in zip(planned["ranks"], sorted(found, key=_rank), strict=True):
         check_rank(rank, line, nodes)
     cores = [core for rank in planned["ranks"] for core in rank["cores"]]
     assert len(cores) == len(set(cores)), "two ranks have a core together"
@@ -81,8 +87,9 @@ def check_rank(rank: dict[str, Any], line: dict[str, Any], nodes: dict[int, int]
         assert most - least <= 64, what
 
 
+@functools.cache
 def nodes_of_cpus(machine: Machine) -> dict[int, int]:
-    """The node of each CPU, as the kernel's folders say."""
+    """The node of each CPU that was on line when it was first asked for, as the kernel's folders say."""
     script = "for n in /sys/devices/system/node/node[0-9]*; do echo ${n##*node} $(cat $n/cpulist); done"
     found: dict[int, int] = {}
     for line in machine.check(["sh", "-c", script]).out.splitlines():

@@ -100,25 +100,31 @@ def test_an_answer_is_the_same_over_a_slow_network_that_loses_packets(hosts: Hos
 @contextlib.contextmanager
 def _paused(hosts: Hosts) -> Iterator[None]:
     hosts[1].monitor("stop")
-    yield
-    hosts[1].monitor("cont")
+    try:
+        yield
+    finally:
+        hosts[1].monitor("cont")
 
 
 @contextlib.contextmanager
 def _cut_off(hosts: Hosts) -> Iterator[None]:
     hosts.cable(1, plugged=False)
-    yield
-    left = hosts.left(1, 20)  # its ranks end while nobody can reach it
-    hosts.cable(1, plugged=True)
+    try:
+        yield
+        left = hosts.left(1, 20)  # its ranks end while nobody can reach it
+    finally:
+        hosts.cable(1, plugged=True)
     assert not left, left
 
 
 @contextlib.contextmanager
 def _reset(hosts: Hosts) -> Iterator[None]:
     hosts[1].reset()
-    yield
-    hosts[1].wait_for_boot()
-    hosts.connect(1)
+    try:
+        yield
+    finally:
+        hosts[1].wait_for_boot()
+        hosts.connect(1)
 
 
 HOW = (_paused, _cut_off, _reset)
@@ -170,6 +176,7 @@ def test_an_elastic_job_goes_on_without_a_machine(hosts: Hosts) -> None:
         found = job.result()
     assert found.status == 0, found
     assert "warning: host node2: the connection was lost" in found.err, found
+    assert "ending workers that wait for a lost host" in found.err, found
     assert "alone in round 1" in found.out, found
 
 
