@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
-.PHONY: test-machines machines-tools bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package wheels
+.PHONY: test-machines machines-tools bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected bench-champions test-arm64 test-arm64-short test-cross arm64-package wheels
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -205,6 +205,11 @@ bench-peers: .venv-bench/.stamp ## make .venv-bench: .venv plus the peers that b
 ARGS ?=
 bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs, beside its peers, into benchmarks/results/variants.md
 	$(BIN)/python benchmarks/isa.py --write $(ARGS)
+
+CHAMPIONS := build/champions
+bench-champions: $(STAMP)-dev $(STAMP)-build ## ours beside ik_llama.cpp and llama.cpp, which it builds, on the shapes that people run
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python tools/build_champions.sh $(CHAMPIONS)
+	$(BIN)/python benchmarks/champions.py --peer ik_llama.cpp=$(CHAMPIONS)/ik_llama.cpp --peer llama.cpp=$(CHAMPIONS)/llama.cpp $(ARGS)
 
 # The browser is Debian's: apt-get install chromium.
 .venv-clients/.stamp:
