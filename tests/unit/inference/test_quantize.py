@@ -299,6 +299,25 @@ def test_transformers_config_names_what_is_not_quantised(folder: Path) -> None:
     assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text", "mamba2", "nemotron_h", "lfm2"])
+def test_a_hybrid_keeps_its_steps_in_floats(case: str, tmp_path: Path) -> None:
+    """Small errors of steps add up in a state. Where they share a matrix with the rest, dtype auto says of no loss."""
+    model = family_cases.build(case)
+    model.save_pretrained(tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "copy", dtype="int8")
+    ignored = json.loads((tmp_path / "copy" / "config.json").read_text())["quantization_config"]["ignore"]
+    steps = {
+        name.removesuffix(".weight")
+        for name in model.state_dict()
+        if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"))
+    }
+    assert steps <= set(ignored) and bool(steps) == case.startswith("qwen")
+    plan = Plan(read_checkpoint(tmp_path / "copy"), Precision(None), 0, 1)
+    formats = {shape.name.rsplit(".", 1)[-1]: shape.format for shape in plan.matrices if "mixer" in shape.name}
+    assert formats == {"in": "i8", "out": "i8"} | ({"steps": "f32"} if case != "lfm2" else {})
+    assert plan.dequantised() == []
+
+
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.parent / "out"
     assert main(["quantize", str(folder), str(out), "--json", "--quiet"]) == 0

@@ -4,7 +4,7 @@
 - Embedding and head stay at 8 bits in int4: they are where four bits cost most.
 - Groups of four bits have a minimum unless told otherwise: on SmolLM2-135M, groups of 32, perplexity is 0.6 % above
   bfloat16's with a minimum (5 bits a weight) and 29 % without (4.5 bits).
-- A router chooses experts by small differences: it stays in float32.
+- A router chooses experts by small differences, and small ones of steps add up in a state: they stay in float32.
 - What is stored in a quantised form of the precision asked for, or when none is asked for, is kept as it is: in the
   smallest native format that holds its values. A matrix of parts of several types has the format that holds them all.
 """
@@ -22,6 +22,8 @@ from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
+# Matrices of a few rows, of which much depends: experts are chosen, or states forgotten, by small differences.
+ALWAYS_FLOAT = ("router", "shared_gate", "steps")
 _EIGHT: Format = ("i8", 0, False)
 # Those that are smaller than what --dtype int8 would make of them, or as large, and exact.
 _KEPT_AS_8_BITS = QUANTISED - {"i4"}
@@ -132,7 +134,7 @@ def _words(form: Format) -> str:
 def choose(shape: MatrixShape, wanted: Precision, stored: Sequence[Format]) -> MatrixShape:
     """`shape` with its format; `stored` are those of its parts."""
     name = shape.name.rsplit(".", 1)[-1]
-    if name in ("router", "shared_gate", "steps"):  # a few rows, of which much depends
+    if name in ALWAYS_FLOAT:
         return replace(shape, format="f32")
     chosen = _chosen(name, wanted, stored)
     kind, group, minimum = chosen
