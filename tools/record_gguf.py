@@ -58,6 +58,34 @@ _GEMMA4 = {
     "use_double_wide_mlp": True,
     "vocab_size_per_layer_input": 40,
 }
+_HYBRID = ["linear_attention", "full_attention"]
+_DELTA = {
+    "layer_types": _HYBRID,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 6,
+}
+_SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+}
+_GRANITE_HYBRID = {
+    "layer_types": _HYBRID,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "shared_intermediate_size": 20,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+}
+_NEMOTRON_H = {"ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "head_dim": 4}
 _WINDOWS = {"num_hidden_layers": 4, "sliding_window": 5}
 
 
@@ -247,6 +275,94 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi2": ("PhiConfig", common(intermediate_size=64, num_key_value_heads=4), "F32"),
     "seed_oss": ("SeedOssConfig", common(head_dim=6), "F32"),
     "smollm3": ("SmolLM3Config", common(num_hidden_layers=5), "F32"),
+    "granitehybrid": (
+        "GraniteMoeHybridConfig",
+        common(**_GRANITE_HYBRID, num_local_experts=4, num_experts_per_tok=2),
+        "F32",
+    ),
+    "granitehybrid-dense": ("GraniteMoeHybridConfig", common(**_GRANITE_HYBRID, num_local_experts=0), "F32"),
+    "granitehybrid-bamba": (
+        "BambaConfig",
+        common(
+            attn_layer_indices=[1],
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            mamba_d_state=6,
+            mamba_n_groups=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        "F32",
+    ),
+    "lfm2": ("Lfm2Config", common(layer_types=["conv", "full_attention"], block_multiple_of=8), "F32"),
+    "lfm2moe": (
+        "Lfm2MoeConfig",
+        common(
+            layer_types=["conv", "full_attention"],
+            num_dense_layers=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        ),
+        "F32",
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "vocab_size": 48,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 8,
+            "state_size": 6,
+            "n_groups": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        "F32",
+    ),
+    "mamba2-q8_0": (
+        "Mamba2Config",
+        {
+            "vocab_size": 48,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        "Q8_0",
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        common("num_hidden_layers", **_NEMOTRON_H, layers_block_type=["linear_attention", "full_attention", "mlp"]),
+        "F32",
+    ),
+    "nemotron_h_moe": (
+        "NemotronHConfig",
+        common(
+            "num_hidden_layers",
+            **_NEMOTRON_H,
+            layers_block_type=["linear_attention", "moe", "full_attention"],
+            n_routed_experts=4,
+            moe_intermediate_size=8,
+            moe_shared_expert_intermediate_size=12,
+            routed_scaling_factor=0.5,
+        ),
+        "F32",
+    ),
+    "qwen3next": ("Qwen3NextConfig", common(**_DELTA, **_SPARSE), "F32"),
+    "qwen35": ("Qwen3_5TextConfig", common(**_DELTA), "F32"),
+    "qwen35-q8_0": (
+        "Qwen3_5TextConfig",
+        common(**_DELTA | {"linear_value_head_dim": 8}, hidden_size=32, intermediate_size=32),
+        "Q8_0",
+    ),
+    "qwen35moe": ("Qwen3_5MoeTextConfig", common("intermediate_size", **_DELTA, **_SPARSE), "F32"),
     "starcoder": ("GPTBigCodeConfig", _GPT, "F32"),
     "starcoder-heads": ("GPTBigCodeConfig", {**_GPT, "multi_query": False}, "F32"),
 }
@@ -284,6 +400,19 @@ def _as_before(values: dict[str, Any]) -> dict[str, Any]:
         values["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
     if kind == "llama4_text":
         values["architectures"] = ["Llama4ForConditionalGeneration"]
+    if kind == "granitemoehybrid":
+        named = {"linear_attention": "mamba", "full_attention": "attention"}
+        values["layer_types"] = [named.get(each, each) for each in values["layer_types"]]
+    if kind == "bamba":
+        values["attn_rotary_emb"] = int(
+            values["hidden_size"] / values["num_attention_heads"] * rope.get("partial_rotary_factor", 0.5)
+        )
+    if kind == "nemotron_h" and "layers_block_type" in values:
+        values["num_hidden_layers"] = len(values["layers_block_type"])
+        letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+        values["hybrid_override_pattern"] = "".join(letters[each] for each in values.pop("layers_block_type"))
+        if "E" not in values["hybrid_override_pattern"]:
+            values.pop("num_experts_per_tok")
     if kind in ("deepseek_v3", "glm4_moe", "exaone_moe"):
         values["num_nextn_predict_layers"] = 0
     return values
@@ -313,6 +442,7 @@ def convert(folder: Path, out: Path, kind: str) -> None:
         chosen = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
         for each in below(TextModel):
             each.set_vocab = set_vocab  # type: ignore[attr-defined]
+        chosen.no_mtp = True
         file_type = gguf.LlamaFileType.ALL_F32 if kind == "F32" else gguf.LlamaFileType.MOSTLY_Q8_0
         with torch.inference_mode():
             chosen(folder, file_type, out).write()

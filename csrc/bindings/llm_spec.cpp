@@ -190,6 +190,7 @@ llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
   get(from, "in_bias", spec.in_bias);
   get(from, "out_bias", spec.out_bias);
   get(from, "key_copies", spec.key_copies);
+  get(from, "tiled", spec.tiled);
   return spec;
 }
 

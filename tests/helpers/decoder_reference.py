@@ -338,7 +338,8 @@ class Reference:
         v = v.unflatten(-1, (m.heads, m.value_dim))
         if m.l2_norm:
             q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-        q, k = (each.repeat_interleave(m.heads // m.key_heads, 1) for each in (q * m.scale, k))
+        group = m.heads // m.key_heads
+        q, k = (each.repeat(1, group, 1) if m.tiled else each.repeat_interleave(group, 1) for each in (q * m.scale, k))
         inputs = _linear(f"{at}.steps", x, w)
         step = F.softplus(inputs[:, : m.heads] + w[f"{at}.step_bias"]).clamp(m.step_min, m.step_max or None)
         decay = torch.exp(-w[f"{at}.rate"].exp() * step)

@@ -108,6 +108,7 @@ struct LinearAttentionSpec {
   bool in_bias = false;
   bool out_bias = false;
   int key_copies = 1;
+  bool tiled = false;
 };
 
 struct MlpSpec {

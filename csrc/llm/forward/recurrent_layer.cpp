@@ -67,7 +67,7 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
   const int64_t stride = padded_stride(forward_.widths_.mixed), steps_stride = padded_stride(forward_.widths_.steps);
   const int64_t key_stride = padded_stride(forward_.widths_.key_dim);
   const int64_t keys = int64_t{spec.key_heads} * spec.key_dim;
-  const int64_t key_head = head / (spec.heads / spec.key_heads);
+  const int64_t key_head = spec.tiled ? head % spec.key_heads : head / (spec.heads / spec.key_heads);
   float* const q = own_.head_keys.get();
   float* const k = q + kHeadTokens * key_stride;
   float* const decay = k + kHeadTokens * key_stride;

@@ -39,8 +39,31 @@ class Metadata(Fields):
             return check_integer(each[0], self.where + name, minimum, maximum)
         return self.get_int(name, default, minimum, maximum)
 
+    def count_where_present(self, name: str) -> int:
+        """A whole number; in a list of one for each layer, 0 stands for a layer that lacks such a part."""
+        if not self.is_list(name):
+            return self.features(name)
+        each = {check_integer(value, self.where + name, 0, self._largest) for value in self.items(name)} - {0}
+        if len(each) != 1:
+            raise Unsupported(f"layers of {len(each)} sizes ({self.where}{name})")
+        return each.pop()
+
     def has_tensor(self, name: str) -> bool:
         return name in self.source
+
+    def has_in_a_layer(self, name: str) -> bool:
+        """Whether any layer has this tensor."""
+        return any(self.has_tensor(f"blk.{layer}.{name}") for layer in range(self.layers))
+
+    def layers_with(self, kinds: Mapping[str, str]) -> list[str]:
+        """The kind of each layer, by the first tensor of `kinds` that it has."""
+        found = []
+        for layer in range(self.layers):
+            kind = next((kind for name, kind in kinds.items() if self.has_tensor(f"blk.{layer}.{name}")), None)
+            if kind is None:
+                raise ModelError(f"{self.path}: layer {layer} has none of the tensors {', '.join(kinds)}")
+            found.append(kind)
+        return found
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Of a tensor that must be there."""
@@ -126,8 +149,9 @@ class Architecture:
         layer: the same in a layer, relative to `prefix`; "{expert}" stands for the entry of a stacked tensor. With "="
             before a module both are whole names of tensors.
         permuted: rows of queries and keys are stored for interleaved rotary positions.
-        norms_less_one: GGUF stores 1 + weight of norms.
+        norms_less_one: GGUF stores 1 + weight of norms, except of those of recurrent mixers.
         conv1d: modules that Hugging Face stores [in, out].
+        attention: some layers have it; without any, the metadata have no heads.
         latent: attention is DeepSeek's, whose values have a length of their own and whose heads are rotated in part.
         by_layer: layers have sizes and rotary positions of their own, which `extra` reads.
         extra: adds to the config what is special.
@@ -140,6 +164,7 @@ class Architecture:
     prefix: str = "model.layers.{layer}."
     permuted: bool = False
     norms_less_one: bool = False
+    attention: bool = True
     conv1d: frozenset[str] = frozenset()
     latent: bool = False
     by_layer: bool = False
@@ -210,6 +235,22 @@ GGUF_POST_NORMS = {
 
 
 GGUF_LLAMA = {**GGUF_ATTENTION, **GGUF_GATED}
+
+
+def gguf_state_space(module: str) -> dict[str, str]:
+    """The tensors of Mamba's modules."""
+    return {
+        f"{module}.in_proj": "ssm_in",
+        f"{module}.conv1d": "ssm_conv1d",
+        f"={module}.dt_bias": "ssm_dt.bias",
+        f"={module}.A_log": GGUF_RATES,
+        f"={module}.D": "ssm_d",
+        f"{module}.norm": "ssm_norm",
+        f"{module}.out_proj": "ssm_out",
+    }
+
+
+GGUF_RATES = "ssm_a"  # has -exp(rate)
 
 
 def biases(values: Metadata, config: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. Each is an entry o
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +16,8 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.gguf_unused import check_all_used
-from anyaccel.inference.checkpoints.sources import Tensor, entry_of
-from anyaccel.inference.families.gguf import Architecture, Metadata, partial, rope_scaling
+from anyaccel.inference.checkpoints.sources import Tensor, TensorView, dense_strides, entry_of
+from anyaccel.inference.families.gguf import GGUF_RATES, Architecture, Metadata, partial, rope_scaling
 from anyaccel.inference.families.registry import ARCHITECTURES
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.inference.text.gguf_ends import gguf_ends
@@ -47,6 +49,7 @@ class GgufTensors:
         self._file = file
         self._names = names
         self._config = frozenset(config)
+        self._made: dict[str, Any] = {}  # values that are not in the file as they are needed
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -59,9 +62,26 @@ class GgufTensors:
             raise ModelError(f"the file has no tensor for {name!r}")
         stored, changes, entry = self._names[name]
         tensor: Any = self._file.tensor(stored)
+        if stored.endswith(f".{GGUF_RATES}"):
+            return self._rates(stored, tensor)
         if entry is not None:
             tensor = entry_of(tensor, entry)
         return replace(tensor, **changes) if changes else tensor  # type: ignore[no-any-return]
+
+    def _rates(self, stored: str, tensor: Any) -> TensorView:
+        """The rates of a state's decay, of which the file has -exp(rate)."""
+        import numpy
+
+        if not isinstance(tensor, TensorView) or tensor.type != "f32":
+            raise ModelError(f"{tensor.where}: is {tensor.type}, not f32")
+        if stored not in self._made:
+            count = math.prod(tensor.shape)
+            values = numpy.frombuffer((ctypes.c_float * count).from_address(tensor.address), numpy.float32)
+            if not (values < 0).all():
+                raise ModelError(f"{tensor.where}: the largest value is {values.max()}; all must be below 0")
+            self._made[stored] = numpy.log(-values)
+        address = self._made[stored].ctypes.data
+        return replace(tensor, strides=dense_strides(tensor.shape, 4), address=address, file=None)
 
     def stored(self, name: str) -> tuple[str, Sequence[int] | None] | None:
         """The file's own name of a matrix and the stored row of each row; None when it is not one of its own there."""
@@ -106,7 +126,7 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
     if len(embedding.shape) != 2:
         raise ModelError(f"{values.path}: tensor 'token_embd.weight' has shape {embedding.shape}, not two dimensions")
     values.check_vocabulary(embedding.shape[0])
-    if not architecture.latent and values.value_dim != values.head_dim:
+    if architecture.attention and not architecture.latent and values.value_dim != values.head_dim:
         raise ModelError(
             f"{values.where}attention.value_length={values.value_dim}, but keys have a length of {values.head_dim}"
         )
@@ -122,14 +142,14 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": values.hidden,
         "num_hidden_layers": values.layers,
-        "num_attention_heads": values.heads,
         "max_position_embeddings": values.count("context_length", minimum=1),
-        "head_dim": values.head_dim,
         "rope_theta": values.number("rope.freq_base", 10000.0, above=0.0),
         "hidden_act": "silu",
         "tie_word_embeddings": not values.has_tensor("output.weight"),
         architecture.norm_eps: values.number(f"attention.{eps}", minimum=0.0),
     }
+    if architecture.attention:
+        config |= {"num_attention_heads": values.heads, "head_dim": values.head_dim}
     if not architecture.by_layer:
         config["num_key_value_heads"] = values.kv_heads
         if values.has("feed_forward_length"):
@@ -182,7 +202,8 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
                 if shape[:1] != (len(rows),):
                     raise ModelError(f"{values.path}: tensor {there!r} of shape {shape} has not {len(rows)} rows")
                 changes["order"] = rows
-            if architecture.norms_less_one and module.endswith("norm") and suffix == "weight":
+            recurrent = stored.rpartition(".")[2].startswith("ssm_")
+            if architecture.norms_less_one and module.endswith("norm") and suffix == "weight" and not recurrent:
                 changes["plus"] = -1.0
             if "{expert}" not in module:
                 found[f"{module}.{suffix}"] = (there, changes, None)
@@ -197,8 +218,11 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
     queries = keys = None
     experts = values.get_int("expert_count", 0)
     if architecture.permuted:
-        queries = _interleaved(values, "blk.0.attn_q.weight", values.heads)
-        keys = _interleaved(values, "blk.0.attn_k.weight", values.kv_heads)
+        kv_heads = values.count_where_present("attention.head_count_kv") if architecture.by_layer else values.kv_heads
+        of_attention = [layer for layer in range(values.layers) if values.has_tensor(f"blk.{layer}.attn_q.weight")]
+        first = of_attention[0] if of_attention else 0
+        queries = _interleaved(values, f"blk.{first}.attn_q.weight", values.heads)
+        keys = _interleaved(values, f"blk.{first}.attn_k.weight", kv_heads)
     for layer in range(values.layers):
         prefix = architecture.prefix.format(layer=layer)
         for module, stored in architecture.layer.items():

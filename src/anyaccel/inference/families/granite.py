@@ -212,7 +212,7 @@ FAMILIES = {
         {**GRANITE_DEFAULTS, "attention_multiplier": None, "use_post_norm": True},
     ),
 }
-_GGUF_SHARED = {
+GGUF_GRANITE_SHARED = {
     "shared_mlp.gate_proj": "ffn_gate_shexp",
     "shared_mlp.up_proj": "ffn_up_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
@@ -222,7 +222,7 @@ ARCHITECTURES = {
     "granitemoe": Architecture(
         "granitemoe",
         GGUF_MODULES,
-        {**GGUF_ATTENTION, **GGUF_EXPERTS, "block_sparse_moe.router.layer": "ffn_gate_inp", **_GGUF_SHARED},
+        {**GGUF_ATTENTION, **GGUF_EXPERTS, "block_sparse_moe.router.layer": "ffn_gate_inp", **GGUF_GRANITE_SHARED},
         permuted=True,
         extra=(biases, gguf_granite, _gguf_granite_moe),
         others=("granitemoeshared",),

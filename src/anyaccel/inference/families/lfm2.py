@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from anyaccel.inference.families.common import LLAMA, attention, decoder, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import Architecture, Metadata, gguf_mixture
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe, QkNorm, ShortConv
@@ -127,5 +129,63 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         {"tie_embedding": "tie_word_embeddings"},
+    ),
+}
+
+
+def _gguf_lfm2(values: Metadata, config: dict[str, Any]) -> None:
+    config["layer_types"] = values.layers_with({"attn_q.weight": "full_attention", "shortconv.conv.weight": "conv"})
+    config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
+    config["intermediate_size"] = values.features("feed_forward_length")
+    config["block_auto_adjust_ff_dim"] = False
+    config["conv_L_cache"] = values.count("shortconv.l_cache", minimum=1)
+    config["conv_bias"] = values.has_in_a_layer("shortconv.in_proj.bias")
+
+
+def _gguf_lfm2_moe(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config)
+    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+    config["num_dense_layers"] = values.count("leading_dense_block_count", 0)
+    config["routed_scaling_factor"] = values.number("expert_weights_scale", 1.0)
+    config["use_expert_bias"] = values.has_in_a_layer("exp_probs_b.bias")
+
+
+_GGUF_MODULES = {
+    "model.embed_tokens": "token_embd",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
+_GGUF_LAYER = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+_GGUF_EXPERTS = {
+    "feed_forward.gate": "ffn_gate_inp",
+    "=feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.{expert}.w1": "ffn_gate_exps",
+    "feed_forward.experts.{expert}.w3": "ffn_up_exps",
+    "feed_forward.experts.{expert}.w2": "ffn_down_exps",
+}
+ARCHITECTURES = {
+    "lfm2": Architecture("lfm2", _GGUF_MODULES, _GGUF_LAYER, by_layer=True, norm_eps="norm_eps", extra=(_gguf_lfm2,)),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _GGUF_MODULES,
+        {**_GGUF_LAYER, **_GGUF_EXPERTS},
+        by_layer=True,
+        norm_eps="norm_eps",
+        extra=(_gguf_lfm2, _gguf_lfm2_moe),
     ),
 }

@@ -5,12 +5,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import LLAMA, attention, decoder, gated, mixture, plain, pre_norm, rms
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.granite import GRANITE_MOE_DEFAULTS, GRANITE_MOE_SHARED, granite_moe
+from anyaccel.inference.families.gguf import (
+    GGUF_ATTENTION,
+    GGUF_EXPERTS,
+    GGUF_MODULES,
+    Architecture,
+    Metadata,
+    gguf_mixture,
+    gguf_state_space,
+    partial,
+)
+from anyaccel.inference.families.granite import (
+    GGUF_GRANITE_SHARED,
+    GRANITE_MOE_DEFAULTS,
+    GRANITE_MOE_SHARED,
+    gguf_granite,
+    granite_moe,
+)
 from anyaccel.inference.families.model_config import MOST_LAYERS, Config
 from anyaccel.inference.families.qwen_next import MOST_TAPS
 from anyaccel.inference.families.rope import rope
@@ -272,7 +289,9 @@ _BAMBA = LLAMA.but(
     **state_space_names("mamba"),
 )
 _GRANITE_HYBRID = GRANITE_MOE_SHARED.but(
-    mlp__gate_up="shared_mlp.input_linear", mlp__down="shared_mlp.output_linear", **state_space_names("mamba")
+    mlp__gate_up=["shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp.up_proj")],
+    mlp__down="shared_mlp.output_linear",
+    **state_space_names("mamba"),
 )
 _HYBRID_DEFAULTS = {
     "mamba_n_heads": 128,
@@ -374,5 +393,190 @@ FAMILIES = {
             "mamba_dt_min": "time_step_min",
             "mamba_conv_bias": "use_conv_bias",
         },
+    ),
+}
+
+
+def _gguf_sizes(values: Metadata) -> tuple[int, int]:
+    """Heads of the states, and values of one of them."""
+    heads, inner = values.features("ssm.time_step_rank"), values.features("ssm.inner_size")
+    if inner % heads:
+        raise ModelError(f"{values.where}ssm.inner_size={inner} is not a multiple of ssm.time_step_rank={heads}")
+    return heads, inner // heads
+
+
+def _gguf_expand(values: Metadata) -> int:
+    inner = values.features("ssm.inner_size")
+    if inner % values.hidden:
+        raise Unsupported(f"ssm.inner_size={inner} that is not a multiple of embedding_length={values.hidden}")
+    return inner // values.hidden
+
+
+def _gguf_mamba2(values: Metadata, config: dict[str, Any]) -> None:
+    config["num_heads"], config["head_dim"] = _gguf_sizes(values)
+    config["expand"] = _gguf_expand(values)
+    config["n_groups"] = values.features("ssm.group_count")
+    config["state_size"] = values.features("ssm.state_size")
+    config["conv_kernel"] = values.count("ssm.conv_kernel", minimum=1)
+    config["use_conv_bias"] = values.has_in_a_layer("ssm_conv1d.bias")
+    config["use_bias"] = values.has_in_a_layer("ssm_in.bias")
+
+
+def _gguf_hybrid(values: Metadata, config: dict[str, Any]) -> None:
+    """Mamba-2 beside attention, under the names of Bamba and Granite 4."""
+    config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
+    config["intermediate_size"] = values.features("feed_forward_length")
+    config["mamba_n_heads"], config["mamba_d_head"] = _gguf_sizes(values)
+    config["mamba_expand"] = _gguf_expand(values)
+    config["mamba_n_groups"] = values.features("ssm.group_count")
+    config["mamba_d_state"] = values.features("ssm.state_size")
+    config["mamba_d_conv"] = values.count("ssm.conv_kernel", minimum=1)
+    config["mamba_conv_bias"] = values.has_in_a_layer("ssm_conv1d.bias")
+    config["mamba_proj_bias"] = values.has_in_a_layer("ssm_in.bias")
+    config["attention_bias"] = values.has_in_a_layer("attn_q.bias")
+    config["layer_types"] = values.layers_with({"attn_q.weight": "full_attention", "ssm_a": "linear_attention"})
+
+
+def _gguf_granite_hybrid(values: Metadata, config: dict[str, Any]) -> None:
+    config["num_local_experts"] = values.count("expert_count", 0)
+    if config["num_local_experts"]:
+        gguf_mixture(values, config, "num_local_experts")
+    config["shared_intermediate_size"] = values.features("expert_shared_feed_forward_length")
+
+
+def _gguf_bamba(values: Metadata, config: dict[str, Any]) -> None:
+    types = config.pop("layer_types")
+    config["attn_layer_indices"] = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    config["mlp_bias"] = values.has_in_a_layer("ffn_up.bias")
+
+
+_GGUF_BAMBA = Architecture(
+    "bamba",
+    {**GGUF_MODULES, "model.final_layernorm": "output_norm"},
+    {
+        **GGUF_ATTENTION,
+        **gguf_state_space("mamba"),
+        "pre_ff_layernorm": "ffn_norm",
+        "feed_forward.gate_proj": "ffn_gate",
+        "feed_forward.up_proj": "ffn_up",
+        "feed_forward.down_proj": "ffn_down",
+    },
+    permuted=True,
+    by_layer=True,
+    extra=(partial, _gguf_hybrid, _gguf_bamba),
+)
+_GGUF_GRANITE_HYBRID = Architecture(
+    "granitemoehybrid",
+    GGUF_MODULES,
+    {
+        **GGUF_ATTENTION,
+        **GGUF_EXPERTS,
+        **gguf_state_space("mamba"),
+        **GGUF_GRANITE_SHARED,
+        "block_sparse_moe.router.layer": "ffn_gate_inp",
+    },
+    permuted=True,
+    by_layer=True,
+    extra=(_gguf_hybrid, gguf_granite, _gguf_granite_hybrid),
+)
+
+
+_GGUF_GRANITE_DENSE = replace(
+    _GGUF_GRANITE_HYBRID,
+    layer={
+        **GGUF_ATTENTION,
+        **gguf_state_space("mamba"),
+        "shared_mlp.gate_proj": "ffn_gate",
+        "shared_mlp.up_proj": "ffn_up",
+        "shared_mlp.output_linear": "ffn_down",
+    },
+)
+
+
+def _gguf_granite_kind(values: Metadata) -> Architecture:
+    """Granite 4 has no positions beside Mamba; what has them is Bamba."""
+    if values.get_bool("rope.scaling.finetuned"):
+        return _GGUF_BAMBA
+    return _GGUF_GRANITE_HYBRID if values.count("expert_count", 0) else _GGUF_GRANITE_DENSE
+
+
+def _gguf_nemotron_h(values: Metadata, config: dict[str, Any]) -> None:
+    kinds = {
+        "ssm_a": "linear_attention",
+        "attn_q.weight": "full_attention",
+        "ffn_gate_inp.weight": "moe",
+        "ffn_up.weight": "mlp",
+    }
+    config["layers_block_type"] = values.layers_with(kinds)
+    config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
+    config["mamba_num_heads"], config["mamba_head_dim"] = _gguf_sizes(values)
+    config["n_groups"] = values.features("ssm.group_count")
+    config["ssm_state_size"] = values.features("ssm.state_size")
+    config["conv_kernel"] = values.count("ssm.conv_kernel", minimum=1)
+    config["use_conv_bias"] = values.has_in_a_layer("ssm_conv1d.bias")
+    config["use_bias"] = values.has_in_a_layer("ssm_in.bias")
+    config["mlp_bias"] = values.has_in_a_layer("ffn_up.bias")
+    if "mlp" in config["layers_block_type"]:
+        layer = config["layers_block_type"].index("mlp")
+        config["intermediate_size"] = values.shape(f"blk.{layer}.ffn_up.weight")[0]
+    if "moe" in config["layers_block_type"]:
+        gguf_mixture(values, config, "n_routed_experts")
+        config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+        config["moe_shared_expert_intermediate_size"] = values.features("expert_shared_feed_forward_length")
+        config["norm_topk_prob"] = values.get_bool("expert_weights_norm")
+        config["routed_scaling_factor"] = values.number("expert_weights_scale", 1.0)
+        config["n_group"] = values.count("expert_group_count", 1, minimum=1)
+        config["topk_group"] = values.count("expert_group_used_count", 1, minimum=1)
+    config["moe_latent_size"] = values.count("moe_latent_size", 0)
+
+
+_GGUF_BACKBONE = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
+_GGUF_NEMOTRON_H = {
+    "norm": "attn_norm",
+    **gguf_state_space("mixer"),
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+}
+ARCHITECTURES = {
+    "mamba2": Architecture(
+        "mamba2",
+        _GGUF_BACKBONE,
+        {"norm": "attn_norm", **gguf_state_space("mixer")},
+        "backbone.layers.{layer}.",
+        attention=False,
+        by_layer=True,
+        norm_eps="layer_norm_epsilon",
+        extra=(_gguf_mamba2,),
+    ),
+    "granitehybrid": replace(_GGUF_GRANITE_HYBRID, variant=_gguf_granite_kind, others=("bamba",)),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        _GGUF_BACKBONE,
+        _GGUF_NEMOTRON_H,
+        "backbone.layers.{layer}.",
+        by_layer=True,
+        norm_eps="layer_norm_epsilon",
+        extra=(_gguf_nemotron_h,),
+    ),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        _GGUF_BACKBONE,
+        {
+            **_GGUF_NEMOTRON_H,
+            "mixer.gate": "ffn_gate_inp",
+            "=mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+            "mixer.experts.{expert}.up_proj": "ffn_up_exps",
+            "mixer.experts.{expert}.down_proj": "ffn_down_exps",
+            "mixer.shared_experts.up_proj": "ffn_up_shexp",
+            "mixer.shared_experts.down_proj": "ffn_down_shexp",
+        },
+        "backbone.layers.{layer}.",
+        by_layer=True,
+        norm_eps="layer_norm_epsilon",
+        extra=(_gguf_nemotron_h,),
     ),
 }

@@ -4,12 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import attention, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import (
+    GGUF_GATED,
+    GGUF_LATER_NORM,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    GGUF_RATES,
+    Architecture,
+    Metadata,
+    partial,
+)
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.families.qwen import QWEN_DEFAULTS, QWEN_MOE, sparse
+from anyaccel.inference.families.qwen import GGUF_QWEN2_MOE, QWEN_DEFAULTS, QWEN_MOE, gguf_qwen_moe, sparse
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, LinearAttention, Mlp, Moe, QkNorm
 from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one
@@ -38,6 +49,7 @@ def gated_delta_net(config: Config) -> LinearAttention:
         norm_width=value_dim,
         norm_shared=True,
         norm_first=True,
+        tiled=config.get_bool("linear_value_heads_tiled"),
     )
 
 
@@ -134,11 +146,14 @@ _GATED = QWEN_MOE.but(
     mixer__out="linear_attn.out_proj",
 )
 _NEXT = _GATED.but(
-    mixer__in=_of_key_heads(
-        "linear_attn.in_proj_qkvz",
-        lambda m: (m.key_dim, m.key_dim, _values_of_key(m), _values_of_key(m)),
-        (0, 1, 2, 3),
-    ),
+    mixer__in=[
+        _of_key_heads(
+            "linear_attn.in_proj_qkvz",
+            lambda m: (m.key_dim, m.key_dim, _values_of_key(m), _values_of_key(m)),
+            (0, 1, 2, 3),
+        ),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),  # llama.cpp's converter divides it
+    ],
     mixer__steps=_of_key_heads("linear_attn.in_proj_ba", lambda m: (m.heads // m.key_heads,) * 2, (1, 0)),
 )
 _3_5 = _GATED.but(
@@ -190,5 +205,69 @@ FAMILIES = {
         qwen3_5_moe,
         _3_5,
         {**_5_DEFAULTS, "hidden_size": 2048, "num_hidden_layers": 40},
+    ),
+}
+
+
+def _gguf_delta(values: Metadata, config: dict[str, Any]) -> None:
+    heads, inner = values.features("ssm.time_step_rank"), values.features("ssm.inner_size")
+    if inner % heads:
+        raise ModelError(f"{values.where}ssm.inner_size={inner} is not a multiple of ssm.time_step_rank={heads}")
+    config["linear_num_value_heads"], config["linear_value_head_dim"] = heads, inner // heads
+    config["linear_num_key_heads"] = values.features("ssm.group_count")
+    config["linear_key_head_dim"] = values.features("ssm.state_size")
+    config["linear_conv_kernel_dim"] = values.count("ssm.conv_kernel", minimum=1)
+    config["layer_types"] = values.layers_with({GGUF_RATES: "linear_attention", "attn_q.weight": "full_attention"})
+    config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
+    config["attention_bias"] = values.has_in_a_layer("attn_q.bias")
+    if values.has("feed_forward_length"):
+        config["intermediate_size"] = values.features("feed_forward_length")
+    # The converter puts the first value head of each key head first, then the second ones.
+    config["linear_value_heads_tiled"] = values.architecture != "qwen3next"
+
+
+def _gguf_experts(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_qwen_moe(values, config)
+    config["shared_expert_intermediate_size"] = values.features("expert_shared_feed_forward_length")
+    config["norm_topk_prob"] = True
+
+
+_GGUF_LAYER = {
+    **GGUF_QWEN2_MOE,
+    **GGUF_QK_NORM,
+    **GGUF_LATER_NORM,
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "=linear_attn.dt_bias": "ssm_dt.bias",
+    "=linear_attn.A_log": GGUF_RATES,
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+_GGUF_3_5 = {**_GGUF_LAYER, "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta"}
+ARCHITECTURES = {
+    "qwen3next": Architecture(
+        "qwen3_next",
+        GGUF_MODULES,
+        {**_GGUF_LAYER, "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_qkvz": "ssm_in"},
+        norms_less_one=True,
+        by_layer=True,
+        extra=(partial, _gguf_delta, _gguf_experts),
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        GGUF_MODULES,
+        {**_GGUF_3_5, **GGUF_GATED},
+        norms_less_one=True,
+        by_layer=True,
+        extra=(partial, _gguf_delta),
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        GGUF_MODULES,
+        _GGUF_3_5,
+        norms_less_one=True,
+        by_layer=True,
+        extra=(partial, _gguf_delta, _gguf_experts),
     ),
 }

@@ -77,7 +77,19 @@ def _attention(attention: Attention, rank: int, size: int) -> Attention:
 
 
 def _linear_heads(mixer: LinearAttention, rank: int, size: int) -> HeadShard:
-    return split_heads(mixer.heads, mixer.key_heads, size)[rank]
+    if not mixer.tiled:
+        return split_heads(mixer.heads, mixer.key_heads, size)[rank]
+    # Heads that follow one another have different heads of keys: ranks with whole rounds of them have them all.
+    own, keys = split_evenly(mixer.heads, size)[rank], mixer.key_heads
+    first = own.start % keys
+    if own and len(own) % keys == 0 and first == 0:
+        return HeadShard(own, range(keys))
+    if own and first + len(own) <= keys:
+        return HeadShard(own, range(first, first + len(own)))
+    raise UsageError(
+        f"tensor_parallel tp_size={size}: {mixer.heads} heads of linear attention, which take turns on {keys} heads of "
+        f"keys, cannot be divided so; use a tp_size of which {mixer.heads // keys} is a multiple"
+    )
 
 
 def _recurrent(mixer: Recurrent, rank: int, size: int) -> Recurrent:

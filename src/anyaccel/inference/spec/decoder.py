@@ -150,6 +150,7 @@ class LinearAttention:
 
     Attributes:
         heads: of values and states; consecutive ones share a head of queries and keys.
+        tiled: instead, head h has that of number h % key_heads.
         kernel: tokens that a causal convolution sees which q, k and v go through, each channel alone, SiLU behind it;
             0: there is none.
         delta: the delta rule.
@@ -186,6 +187,7 @@ class LinearAttention:
     in_bias: bool = False
     out_bias: bool = False
     key_copies: int = 1
+    tiled: bool = False
 
 
 # What has a state of fixed size for each sequence, in the place of keys and values.
