@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from anyaccel._lazy import lazy
 
 if TYPE_CHECKING:
+    from anyaccel.inference.encoders.sentence_transformers import add_to_sentence_transformers
     from anyaccel.inference.engine import InferenceEngine, init_inference, optimize
     from anyaccel.inference.generate import Generation, generate_tokens
     from anyaccel.inference.options import ModelOptions
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "add_to_sentence_transformers": "anyaccel.inference.encoders.sentence_transformers",
         "Generation": "anyaccel.inference.generate",
         "InferenceEngine": "anyaccel.inference.engine",
         "ModelOptions": "anyaccel.inference.options",
@@ -31,6 +33,7 @@ __all__ = [
     "Generation",
     "InferenceEngine",
     "ModelOptions",
+    "add_to_sentence_transformers",
     "generate_tokens",
     "init_inference",
     "optimize",

@@ -36,6 +36,7 @@ from anyaccel.inference.modules.stand_in import StandIn
 from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, RankPlace
 from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, open_model
 from anyaccel.inference.options import QUANTISED, ModelOptions, dtype_name
+from anyaccel.inference.spec.mapping import Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -234,12 +235,12 @@ def init_inference(
     progress: Progress | None = None,
     **options: object,
 ) -> InferenceEngine:
-    """Make a causal LM ready for inference, tensor- and pipeline-parallel over the ranks of this job.
+    """Make a causal LM, tensor- and pipeline-parallel over the ranks of this job, or an encoder ready for inference.
 
     Args:
-        model: a Hugging Face causal LM, or the path of a model folder or `.gguf` file. From a path each rank reads only
-            its own shards; the weights of a model in memory are taken over: afterwards they exist once, packed,
-            and after an error on the way the model has to be loaded again.
+        model: a Hugging Face causal LM, encoder or classifier of texts, or the path of a model folder or `.gguf` file.
+            From a path each rank reads only its own shards; the weights of a causal LM in memory are taken over:
+            afterwards they exist once, packed, and after an error on the way the model has to be loaded again.
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
@@ -260,6 +261,8 @@ def init_inference(
     settings = ModelOptions.from_arguments({**(config or {}), **options})
     if isinstance(model, nn.Module):
         settings = _check_module(model, settings)
+    if (encoder := _encoder_engine(model, settings, progress)) is not None:
+        return encoder
     place = group_place(settings, accelerator_is_cpu())
     shapes = parameter_shapes(model) if isinstance(model, nn.Module) else {}
     opened: NativeModel | OwnCode | None = None
@@ -273,6 +276,35 @@ def init_inference(
             logger.warning("%s", opened)
         return own_code_engine(model, settings, place, opened, progress)
     return _native_engine(model, opened, settings, place, shapes)
+
+
+def _encoder_engine(
+    model: nn.Module | str | Path, settings: ModelOptions, progress: Progress | None
+) -> InferenceEngine | None:
+    """The engine of an encoder or of one that classifies texts; None where the model is no such one, or not native."""
+    from anyaccel.inference.encoders.opening import is_encoder
+
+    if settings.runtime not in ("auto", "native") or not accelerator_is_cpu() or not is_encoder(model):
+        return None
+    from anyaccel.inference.encoders.model import Encoder
+    from anyaccel.inference.encoders.module import NativeEncoderModel
+
+    try:
+        encoder = Encoder(model, settings, head=True, progress=progress)
+    except Unsupported as lack:
+        if settings.runtime == "native":
+            raise
+        logger.warning("%s", OwnCode("torch", lack.feature, "native"))
+        return None
+    if isinstance(model, nn.Module):
+        config, name = model.config, type(model).__name__
+    else:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(Path(model).expanduser())
+        name = str((encoder.native.config.get("architectures") or ["EncoderModel"])[0])
+    module = NativeEncoderModel(encoder, config)
+    return _engine_class(name)(module, TensorParallelPlan(0, 1), settings, None, "native", native=encoder.native)
 
 
 def _check_module(model: nn.Module, settings: ModelOptions) -> ModelOptions:

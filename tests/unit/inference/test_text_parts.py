@@ -334,8 +334,8 @@ def test_commands_say_what_an_encoder_decoder_is(tmp_path: Path) -> None:
     [
         ("LlamaForSequenceClassification", "llama", "is a sequence classifier, not a language model"),
         ("Qwen3ForSequenceClassification", "qwen3", "is a sequence classifier, not a language model"),
-        ("BertModel", "bert", "is an encoder without a head that predicts the next token, not a language model"),
-        ("BertForMaskedLM", "bert", "is a masked language model, which fills gaps"),
+        ("AlbertModel", "albert", "is an encoder without a head that predicts the next token, not a language model"),
+        ("AlbertForMaskedLM", "albert", "is a masked language model, which fills gaps"),
         ("WhisperForConditionalGeneration", "whisper", "is a model of speech"),
         ("LlamaModel", "llama", "has no head that predicts the next token"),
     ],

@@ -102,11 +102,25 @@ def read_classifier(model: Any, config: Mapping[str, Any], family: EncoderFamily
     """
     if not family.classifier:
         raise Unsupported(f"head for sequence classification of {family.models}")
-    source: TensorSource
-    source = folder_source(Path(model).expanduser()) if isinstance(model, str | Path) else ModuleSource(model, False)
+    source = _source(model)
     values = Config(config, family.defaults, family.aliases)
     pooling = values.text(family.pooling, "cls", ("cls", "mean")) if family.pooling else "cls"
     return Classifier([_layer(source, values, family, each) for each in family.classifier], pooling == "mean")
+
+
+def read_pooler(model: Any, config: Mapping[str, Any], family: EncoderFamily) -> Layer | None:
+    """BERT's pooler, which is a part of the encoder but not of its hidden states; None where the model has none."""
+    dense = next((each for each in family.classifier if not each.module.startswith("/")), None)
+    if dense is None:
+        return None
+    source = _source(model)
+    if _find(source, family, f"{dense.module}.weight") is None:
+        return None
+    return _layer(source, Config(config, family.defaults, family.aliases), family, dense)
+
+
+def _source(model: Any) -> TensorSource:
+    return folder_source(Path(model).expanduser()) if isinstance(model, str | Path) else ModuleSource(model, False)
 
 
 def _layer(source: TensorSource, config: Config, family: EncoderFamily, dense: Dense) -> Layer:

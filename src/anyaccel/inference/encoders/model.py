@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.encoders.classifier import Classifier, has_classifier, read_classifier
+from anyaccel.inference.encoders.classifier import Classifier, Layer, has_classifier, read_classifier, read_pooler
 from anyaccel.inference.families.registry import encoder_of
 from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, load_native
 from anyaccel.inference.options import DEFAULTS, ModelOptions
@@ -45,8 +45,11 @@ class Encoder:
             self.native.saving.begin()
         self.family = encoder_of(self.native.config)
         self.classifier: Classifier | None = None
+        self.pooler: Layer | None = None
         if head and has_classifier(self.native.config):
             self.classifier = read_classifier(model, self.native.config, self.family)
+        else:
+            self.pooler = read_pooler(model, self.native.config, self.family)
 
     @property
     def hidden(self) -> int:
@@ -87,6 +90,12 @@ class Encoder:
             kinds = 0 if types is None else types.ctypes.data
             model.encode(list(map(int, counts)), tokens.ctypes.data, kinds, hidden.ctypes.data)
         return hidden
+
+    def pool(self, hidden: numpy.ndarray[Any, Any], counts: Sequence[int]) -> numpy.ndarray[Any, Any] | None:
+        """What transformers calls pooler_output, of texts with so many tokens; None without a pooler."""
+        if self.pooler is None or not len(counts):
+            return None
+        return self.pooler(hidden[numpy.cumsum([0, *counts[:-1]])])
 
     def groups(self, counts: Sequence[int]) -> list[list[int]]:
         """The texts' numbers in groups whose hidden states are made together, the longest texts first."""

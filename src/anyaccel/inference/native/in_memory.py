@@ -55,7 +55,8 @@ def encoder_in_memory(model: Any) -> Checkpoint:
     if config is None:
         raise Unsupported("model without a config")
     check_structure(model, encoder=True)
-    return Checkpoint(ModuleSource(model, False), config.to_dict(), {}, rounded=_rounded(model), encoder=True)
+    values = {**config.to_dict(), "architectures": [type(model).__name__]}
+    return Checkpoint(ModuleSource(model, False), values, {}, rounded=_rounded(model), encoder=True)
 
 
 def _rounded(model: Any) -> Callable[[Sequence[float]], tuple[float, ...]] | None:

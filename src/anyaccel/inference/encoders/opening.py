@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models are encoders that run natively. Torch-free from files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.families.registry import ENCODERS
+from anyaccel.validation import read_json
+
+# Of transformers' classes of these families. A folder of a masked LM is used as the encoder in it.
+_CLASSES = ("Model", "ForSequenceClassification")
+
+
+def is_encoder(model: Any) -> bool:
+    """Whether a folder, or a Hugging Face model in memory, is an encoder or classifier of a family that is known here.
+
+    Of an unreadable folder this is False: who opens it says what is wrong.
+    """
+    if isinstance(model, str | Path):
+        return is_encoder_config(_config_of(Path(model).expanduser()), (*_CLASSES, "ForMaskedLM"))
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    return kind in ENCODERS and type(model).__name__.endswith(_CLASSES) and not getattr(config, "is_decoder", False)
+
+
+def is_encoder_config(config: Mapping[str, Any], classes: tuple[str, ...] = (*_CLASSES, "ForMaskedLM")) -> bool:
+    """Whether a config.json is of such a model."""
+    kind = config.get("model_type")
+    named = config.get("architectures")
+    names = [str(each) for each in named] if isinstance(named, list) else []
+    return isinstance(kind, str) and kind in ENCODERS and all(name.endswith(classes) for name in names)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        return read_json(file) if file.is_file() else {}
+    except ModelError:
+        return {}

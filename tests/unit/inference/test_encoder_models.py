@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders through `init_inference`, and in the places of models of transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+
+import anyaccel
+import encoder_models
+from anyaccel.errors import UsageError
+from anyaccel.inference import add_to_sentence_transformers
+
+TEXTS = ["the cat sat on the mat", "rain", "the rain in spain falls on the river bank", "a dog"]
+
+
+def padded(tokenizer: Any, side: str = "right") -> Any:
+    tokenizer.padding_side = side
+    return tokenizer(TEXTS, padding=True, return_tensors="pt")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_hidden_states_of_padded_texts(tmp_path: Path, in_memory: bool, side: str) -> None:
+    model = encoder_models.build("nomic_bert")  # rotary positions: padding in front of a text changes nothing
+    model.save_pretrained(tmp_path)
+    inputs = padded(encoder_models.add_tokenizer(tmp_path), side)
+    mask = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        wanted = model(**inputs).last_hidden_state
+    engine = anyaccel.init_inference(model if in_memory else tmp_path, dtype="fp32", threads=1)
+    assert engine.runtime == "native"
+    found = engine(**inputs).last_hidden_state
+    torch.testing.assert_close(found[mask], wanted[mask], atol=1e-4, rtol=0)
+    assert not found[~mask].any()
+    assert torch.equal(engine(**inputs, return_dict=False)[0], found)
+
+
+def test_the_poolers_output(tmp_path: Path) -> None:
+    model = encoder_models.build("bert")
+    model.save_pretrained(tmp_path)
+    inputs = padded(encoder_models.add_tokenizer(tmp_path))
+    with torch.no_grad():
+        wanted = model(**inputs).pooler_output
+    found = anyaccel.init_inference(tmp_path, dtype="fp32", threads=1)(**inputs).pooler_output
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["bert", "roberta", "modernbert, mean"])
+def test_a_classifier_in_a_pipeline(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the pipeline sets it
+    model = encoder_models.build(case, "AutoModelForSequenceClassification")
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    if case == "roberta":
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "top_k": None}
+    wanted = transformers.pipeline("text-classification", model=model, **options)(TEXTS, batch_size=4)
+    engine = anyaccel.init_inference(model, dtype="fp32", threads=1)
+    found = transformers.pipeline("text-classification", model=engine, **options)(TEXTS, batch_size=4)
+    for one, other in zip(found, wanted, strict=True):
+        assert [each["label"] for each in one] == [each["label"] for each in other]
+        numpy.testing.assert_allclose([each["score"] for each in one], [each["score"] for each in other], atol=1e-4)
+
+
+def test_what_the_native_encoder_does_not_take(tmp_path: Path) -> None:
+    model = encoder_models.build("bert")
+    engine = anyaccel.init_inference(model, dtype="fp32", threads=1)
+    ids = torch.tensor([[2, 5, 3]])
+    for wrong, message in (
+        ({"inputs_embeds": torch.zeros(1, 3, 64)}, "no input_ids|inputs_embeds"),
+        ({"input_ids": ids, "output_hidden_states": True}, "output_hidden_states"),
+        ({"input_ids": ids[0]}, r"\(3,\)"),
+        ({"input_ids": ids, "attention_mask": torch.ones(1, 2)}, r"\(1, 2\)"),
+        ({"input_ids": ids, "attention_mask": torch.zeros(1, 3)}, "text 0 has no tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine(**wrong)
+
+
+def test_a_decoder_of_such_a_family_runs_its_own_code() -> None:
+    config = transformers.BertConfig(**{**encoder_models.CASES["bert"], "is_decoder": True})
+    model = transformers.BertLMHeadModel(config).eval()
+    assert anyaccel.init_inference(model, dtype="fp32", threads=1).runtime != "native"
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    encoder_models.build("mpnet").save_pretrained(tmp_path)
+    encoder_models.add_tokenizer(tmp_path).model_input_names = ["input_ids", "attention_mask"]
+    encoder_models.add_modules(tmp_path)
+    add_to_sentence_transformers()
+    add_to_sentence_transformers()
+    wanted = library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
+    model = library.SentenceTransformer(str(tmp_path), device="cpu", backend="anyaccel")
+    numpy.testing.assert_allclose(model.encode(TEXTS, batch_size=3), wanted, atol=1e-4)
+
+
+def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    encoder_models.build("bert", "AutoModelForSequenceClassification", labels=1).save_pretrained(tmp_path)
+    encoder_models.add_tokenizer(tmp_path)
+    add_to_sentence_transformers()
+    pairs = [(TEXTS[0], each) for each in TEXTS]
+    wanted = library.CrossEncoder(str(tmp_path), device="cpu").predict(pairs)
+    found = library.CrossEncoder(str(tmp_path), device="cpu", backend="anyaccel").predict(pairs)
+    numpy.testing.assert_allclose(found, wanted, atol=1e-4)
