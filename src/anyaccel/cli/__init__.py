@@ -21,6 +21,7 @@ COMMANDS = {
     "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which cores",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
     "serve": "serve a local model with OpenAI's API and a chat page, many requests at once",
+    "models": "list, show, pull and remove models of the Hugging Face Hub",
     "chat": "talk with a local Hugging Face or GGUF model",
     "bench": "measure the speed of text generation, also in comparison with other engines",
     "quantize": "write a copy of a model with int4 or int8 weights",

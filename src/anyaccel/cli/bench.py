@@ -72,9 +72,9 @@ def main(argv: list[str]) -> int:
     check_at_least(options, least)
     from anyaccel.bench.contenders import Contender, Sizes, measure, parse_peer, runs_in
     from anyaccel.bench.report import check_plot, plot
-    from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
+    from anyaccel.inference.checkpoints.model_path import default_model_file, named_path, no_such_model
 
-    model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
+    model = str(named_path(options.model).absolute() if options.model else default_model_file())
     if not Path(model).exists():
         raise UsageError(f"--model {no_such_model(options.model)}")
     pythons = _parse_pythons(options.python)

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel import host_memory
 from anyaccel.cli._model_options import (
     add_chat_template_option,
     add_draft_option,
@@ -32,6 +31,7 @@ from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.checkpoints.hub import PREFIX, HubName
 from anyaccel.inference.checkpoints.identity import size_of
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, models_in
 from anyaccel.inference.ranks.background import BackgroundTask
@@ -285,8 +285,10 @@ def _open_models(
     options: argparse.Namespace, choices: Sequence[_Choice], screen: Screen, importing: BackgroundTask
 ) -> Models:
     """The models of the server, of which the first is loaded."""
+    from anyaccel.serve.engine.opening import free_memory
+
     several = len(choices) != 1 or options.models_dir is not None or options.memory or options.idle_seconds
-    memory = (options.memory or host_memory.available()) if several else 0
+    memory = (options.memory or free_memory()) if several else 0
     turns = Turns() if several else None
     frontend = None
     if choices:
@@ -508,6 +510,8 @@ def names_of(path: Path, given: str | None, served: Sequence[str]) -> tuple[list
     The paths are accepted too, since clients of vLLM send them, but are not listed.
     """
     own = path.name.removesuffix(".gguf") if path.is_file() else path.name
+    if given is not None and given.startswith(PREFIX) and path.is_dir():  # the folder's name says nothing
+        own = HubName.parse(given).repository.partition("/")[2]
     if served:
         return [*served], []
     return [own], list(dict.fromkeys(each for each in (given, str(path)) if each))

@@ -22,7 +22,7 @@ from typing import Any
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration.summary import QuantisedMatrix, Summary
 from anyaccel.inference.checkpoints.compressed_config import compressed_config
-from anyaccel.inference.checkpoints.model_path import no_such_model
+from anyaccel.inference.checkpoints.model_path import named_path, no_such_model
 from anyaccel.inference.checkpoints.new_folder import check_room, new_folder
 from anyaccel.inference.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView, entry_of
@@ -94,7 +94,7 @@ def quantize(
         Unsupported: the native runtime has no such model. ModelError: the model is damaged or quantised already.
     """
     start = time.perf_counter()
-    source, target = Path(model).expanduser(), Path(out).expanduser()
+    source, target = named_path(str(model)), Path(out).expanduser()
     if dtype not in ("int4", "int8"):
         raise UsageError(f"dtype {dtype!r}: quantize makes int4 or int8")
     Precision(dtype, group, asymmetric)

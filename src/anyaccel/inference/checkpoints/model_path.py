@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints import hub
 from anyaccel.inference.checkpoints.folder_files import has_bin, has_safetensors
 from anyaccel.terminal import did_you_mean
 from anyaccel.validation import Fields, check_text, one_line, read_json
@@ -26,10 +27,21 @@ _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MOST_BESIDE = 1000  # entries of a folder that are searched for similar names
 
 
+def named_path(given: str) -> Path:
+    """The path that a user means: a folder, a file, or a name of the hub, such as hf:Qwen/Qwen3-0.6B.
+
+    Raises:
+        UsageError: nothing of that name was pulled.
+    """
+    return hub.local_path(given) if given.startswith(hub.PREFIX) else Path(given).expanduser()
+
+
 def no_such_model(given: str | Path) -> str:
     """The message for a path that does not exist, with a model of a similar name in the same folder."""
     near = did_you_mean(Path(given).name, models_beside(given))
-    return f"{given}: no such folder or file{near}; models are read from local files only, download it first"
+    return (
+        f"{given}: no such folder or file{near}; models are read from local files only; `anyaccel models pull` gets one"
+    )
 
 
 def models_beside(given: str | Path) -> list[str]:

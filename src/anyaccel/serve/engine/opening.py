@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel import host_memory
 from anyaccel.serve.engine.decoders import open_decoder
 from anyaccel.serve.engine.engine import ServingEngine
 from anyaccel.serve.engine.facts import StepDecoder
@@ -73,6 +74,11 @@ def open_engine(
             engine.shut_down()
         raise
     return Replicas(engines, chosen.prefix_cache, chosen.timeout_s)
+
+
+def free_memory() -> int:
+    """Bytes that models may take now."""
+    return host_memory.available()
 
 
 class _Silent:
