@@ -83,7 +83,7 @@ def build(case: str, kind: str = "AutoModel", labels: int = 3) -> Any:
     return model
 
 
-def add_tokenizer(folder: Path, longest: int = 128) -> Any:
+def add_tokenizer(folder: Path, longest: int = 128, types: bool = False) -> Any:
     """Writes a tokenizer of whole words into a folder, as BERT's with [CLS] and [SEP]; returns transformers' one."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -97,9 +97,9 @@ def add_tokenizer(folder: Path, longest: int = 128) -> Any:
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=longest, **dict(zip(names, SPECIAL, strict=True))
-    )
+    more = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if types else {}
+    special = dict(zip(names, SPECIAL[:5], strict=True))
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special, **more)
     made.save_pretrained(folder)
     return made
 

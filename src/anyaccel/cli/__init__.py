@@ -23,6 +23,8 @@ COMMANDS = {
     "serve": "serve a local model with OpenAI's API and a chat page, many requests at once",
     "models": "list, show, pull and remove models of the Hugging Face Hub",
     "chat": "talk with a local Hugging Face or GGUF model",
+    "embed": "make embeddings of texts with a local encoder or embedding model",
+    "rerank": "order texts by how well they answer a query, with a local cross-encoder or reranker",
     "bench": "measure the speed of text generation, also in comparison with other engines",
     "quantize": "write a copy of a model with int4 or int8 weights",
     "port": "find what ties code to CUDA, and rewrite it for any accelerator",

@@ -21,7 +21,7 @@ def is_encoder(model: Any) -> bool:
     Of an unreadable folder this is False: who opens it says what is wrong.
     """
     if isinstance(model, str | Path):
-        return is_encoder_config(_config_of(Path(model).expanduser()), (*_CLASSES, "ForMaskedLM"))
+        return is_encoder_config(config_of(Path(model).expanduser()), (*_CLASSES, "ForMaskedLM"))
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     return kind in ENCODERS and type(model).__name__.endswith(_CLASSES) and not getattr(config, "is_decoder", False)
@@ -35,7 +35,8 @@ def is_encoder_config(config: Mapping[str, Any], classes: tuple[str, ...] = (*_C
     return isinstance(kind, str) and kind in ENCODERS and all(name.endswith(classes) for name in names)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """A folder's config.json; {} where there is none that can be read."""
     file = folder / "config.json"
     try:
         return read_json(file) if file.is_file() else {}

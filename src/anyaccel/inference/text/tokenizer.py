@@ -97,6 +97,15 @@ class TextTokenizer:
         token = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
         return [] if token is None else [token]
 
+    @property
+    def library(self) -> Any:
+        """The tokenizer of the library tokenizers, for callers that cut texts or make pairs of them."""
+        return self._tokenizer
+
+    def check(self, text: str) -> None:
+        """Raise UsageError for a text with bytes that are not UTF-8."""
+        _check_text(text)
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with those that the model expects around it unless it says them itself (`special` False).
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings and scores of texts beside those of transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import encoder_models
+import family_cases
+from anyaccel.cli import main
+from anyaccel.errors import UsageError
+from anyaccel.inference.encoders.embedder import Embedder, Reranker
+from anyaccel.inference.options import ModelOptions
+from anyaccel.inference.spec.mapping import Unsupported
+
+FP32 = ModelOptions(dtype="fp32", threads=1)
+TEXTS = ["the cat sat on the mat", "rain", "the rain in spain falls on the river bank", "a dog"]
+
+
+def make(folder: Path, case: str = "bert", kind: str = "AutoModel", **more: Any) -> tuple[Any, Any]:
+    model = encoder_models.build(case, kind, **more)
+    model.save_pretrained(folder)
+    return model, encoder_models.add_tokenizer(folder, types=case == "bert")
+
+
+def hidden_of(model: Any, tokenizer: Any, text: str, longest: int = 128) -> torch.Tensor:
+    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=longest)["input_ids"]
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).last_hidden_state[0]
+    return found
+
+
+POOLINGS = {
+    "mean": lambda h: h.mean(0),
+    "cls": lambda h: h[0],
+    "last": lambda h: h[-1],
+    "max": lambda h: h.max(0).values,
+}
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_embeddings_are_what_modules_json_says(tmp_path: Path, pooling: str, normalize: bool) -> None:
+    model, tokenizer = make(tmp_path)
+    encoder_models.add_modules(tmp_path, pooling, normalize, longest=6)  # cuts the third text
+    wanted = torch.stack([POOLINGS[pooling](hidden_of(model, tokenizer, text, 6)) for text in TEXTS])
+    if normalize:
+        wanted = torch.nn.functional.normalize(wanted, dim=1)
+    embedder = Embedder(tmp_path, FP32)
+    numpy.testing.assert_allclose(embedder.embed(TEXTS), wanted.numpy(), atol=1e-4)
+    assert embedder.embed([]).shape == (0, 64)
+    assert embedder.size == 64
+
+
+def test_a_linear_behind_the_pooling(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    make(tmp_path, "mpnet")
+    encoder_models.add_modules(tmp_path)
+    torch.manual_seed(0)
+    (tmp_path / "3_Dense").mkdir()
+    values = {"linear.weight": torch.randn(16, 64), "linear.bias": torch.randn(16)}
+    save_file(values, tmp_path / "3_Dense" / "model.safetensors")
+    activation = "torch.nn.modules.activation.Tanh"
+    config = {"in_features": 64, "out_features": 16, "bias": True, "activation_function": activation}
+    (tmp_path / "3_Dense" / "config.json").write_text(json.dumps(config))
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.insert(2, {"idx": 3, "name": "dense", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    wanted = library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
+    numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted, atol=1e-4)
+
+
+def test_prompts(tmp_path: Path) -> None:
+    make(tmp_path)
+    prompts = {"prompts": {"query": "the bank ", "document": ""}, "default_prompt_name": "query"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    embedder = Embedder(tmp_path, FP32)
+    assert embedder.prompt(None) == embedder.prompt("query") == "the bank "
+    assert embedder.prompt("document") == ""
+    with pytest.raises(UsageError, match=r"'passage'.*query, document"):
+        embedder.prompt("passage")
+    numpy.testing.assert_allclose(embedder.embed(["a dog"], "the bank "), embedder.embed(["the bank a dog"]))
+
+
+def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
+    model = family_cases.build("qwen3")
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    encoder_models.add_modules(tmp_path, "last")
+    wanted = torch.stack([hidden_of(model.model, tokenizer, text)[-1] for text in TEXTS])
+    wanted = torch.nn.functional.normalize(wanted, dim=1)
+    for folder_says in (True, False):
+        if not folder_says:
+            (tmp_path / "modules.json").unlink()
+        numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted.float().numpy(), atol=1e-4)
+    with pytest.raises(Unsupported, match="pooling max of a causal model"):
+        Embedder(tmp_path, FP32, pooling="max")
+
+
+@pytest.mark.parametrize(("case", "activation"), [("bert", "Sigmoid"), ("roberta", "Identity")])
+def test_a_cross_encoder_scores_pairs(tmp_path: Path, case: str, activation: str) -> None:
+    model, tokenizer = make(tmp_path, case, "AutoModelForSequenceClassification", labels=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": f"torch.nn.modules.activation.{activation}"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = []
+    for text in TEXTS:
+        inputs = tokenizer(TEXTS[2], text, return_tensors="pt")
+        with torch.no_grad():
+            logit = model(**inputs).logits[0, 0]
+        wanted.append(float(torch.sigmoid(logit) if activation == "Sigmoid" else logit))
+    reranker = Reranker(tmp_path, FP32)
+    numpy.testing.assert_allclose(reranker.scores(TEXTS[2], TEXTS), wanted, atol=1e-4)
+    best = reranker.rank(TEXTS[2], TEXTS, 2)
+    assert [each.index for each in best] == list(numpy.argsort(wanted)[::-1][:2])
+
+
+def test_a_causal_model_answers_yes_or_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_models, "WORDS", ["yes", "no", *encoder_models.WORDS])
+    monkeypatch.setattr(encoder_models, "SPECIAL", [*encoder_models.SPECIAL, "<|im_start|>", "<|im_end|>"])
+    model = family_cases.build("qwen3", positions=512)
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    reranker = Reranker(tmp_path, FP32)
+    scores = reranker.scores("the river", TEXTS)
+    judge = reranker._score.__self__  # type: ignore[attr-defined]
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    from anyaccel.inference.encoders import embedder
+
+    for score, text in zip(scores, TEXTS, strict=True):
+        parts = (
+            embedder._JUDGE,
+            f"<Instruct>: {embedder.INSTRUCTION}\n<Query>: the river\n<Document>: {text}",
+            embedder._JUDGEMENT,
+        )
+        ids = [token for part in parts for token in judge.tokenizer.encode(part, special=False)]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        assert score == pytest.approx(float(torch.softmax(logits[[no, yes]], 0)[1]), abs=1e-4)
+    assert reranker.native.model.cache_used_bytes == 0
+
+
+def test_models_that_score_no_pairs(tmp_path: Path) -> None:
+    for name, kind, message in (
+        ("encoder", "AutoModel", "anyaccel embed"),
+        ("classes", "AutoModelForSequenceClassification", "3 classes"),
+    ):
+        make(tmp_path / name, "bert", kind)
+        with pytest.raises(UsageError, match=message):
+            Reranker(tmp_path / name, FP32)
+    family_cases.build("llama").save_pretrained(tmp_path)
+    encoder_models.add_tokenizer(tmp_path)
+    with pytest.raises(Unsupported, match="Qwen3-Reranker"):
+        Reranker(tmp_path, FP32)
+
+
+def test_the_command_embeds_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path)
+    encoder_models.add_modules(tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS[:2]) + "\n\n")
+    (tmp_path / "b.jsonl").write_text("\n".join([json.dumps({"text": TEXTS[2]}), json.dumps(TEXTS[3])]))
+    files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    common = ["embed", *files, "--model", str(tmp_path), "--dtype", "fp32", "--threads", "1", "-q"]
+    assert main(common) == 0
+    shown = numpy.array([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    numpy.testing.assert_allclose(shown, Embedder(tmp_path, FP32).embed(TEXTS), atol=1e-6)
+    assert main([*common, "--output", str(tmp_path / "out.npy")]) == 0
+    numpy.testing.assert_allclose(numpy.load(tmp_path / "out.npy"), shown, atol=1e-6)
+    (tmp_path / "b.jsonl").write_text("[1]")
+    assert main(common) == 2
+    assert "b.jsonl, line 1" in capsys.readouterr().err
+
+
+def test_the_command_reranks_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "bert", "AutoModelForSequenceClassification", labels=1)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    common = ["rerank", "the river", str(tmp_path / "a.txt"), "--model", str(tmp_path), "--dtype", "fp32", "-q"]
+    assert main([*common, "--json", "--top", "3", "--threads", "1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    wanted = Reranker(tmp_path, FP32).rank("the river", TEXTS, 3)
+    assert [line["index"] for line in lines] == [each.index for each in wanted]
+    assert [line["text"] for line in lines] == [TEXTS[each.index] for each in wanted]
+    assert main([*common, "--top", "0"]) == 2
