@@ -270,6 +270,12 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("executor", &ExternalModel::executor);
 }
 
+std::vector<uintptr_t> addresses(const std::vector<uint8_t*>& pages) {
+  std::vector<uintptr_t> result;
+  for (uint8_t* page : pages) result.push_back(reinterpret_cast<uintptr_t>(page));
+  return result;
+}
+
 void bind_request(nb::module_& m) {
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Request>(m, "Request")
@@ -289,6 +295,13 @@ void bind_request(nb::module_& m) {
       .def("finish", &Request::finish, no_gil)
       .def("extend", &Request::extend, nb::arg("tokens"), nb::arg("max_new_tokens") = 0, no_gil)
       .def("share", &Request::share, nb::arg("other"), nb::arg("tokens"), no_gil)
+      .def(
+          "pages",
+          [](const Request& self, int64_t first, int64_t count) { return addresses(self.pages(first, count)); },
+          nb::arg("first"), nb::arg("count"), no_gil)
+      .def(
+          "restore", [](Request& self, int64_t tokens) { return addresses(self.restore(tokens)); }, nb::arg("tokens"),
+          no_gil)
       .def("shrink", &Request::shrink, nb::arg("tokens"), no_gil)
       .def("keep", &Request::keep, nb::arg("tokens"), no_gil)
       .def_prop_ro("cached", &Request::cached, no_gil)

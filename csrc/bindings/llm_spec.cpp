@@ -338,12 +338,16 @@ llm::RequestOptions read_options(const nb::dict& from) {
         is("top_p", sampling.top_p) || is("min_p", sampling.min_p) || is("typical_p", sampling.typical_p) ||
         is("repetition_penalty", sampling.repetition_penalty) || is("presence_penalty", sampling.presence_penalty) ||
         is("frequency_penalty", sampling.frequency_penalty) || is("no_repeat_ngram", sampling.no_repeat_ngram) ||
-        is("seed", options.seed) || is("max_new_tokens", options.max_new_tokens) ||
-        is("min_new_tokens", options.min_new_tokens) || is("end_tokens", options.end_tokens) ||
-        is("ignore_end", options.ignore_end) || is("logprobs", options.logprobs) ||
-        is("prompt_logprobs", options.prompt_logprobs) || is("draft_tokens", options.draft_tokens) ||
-        is("draft_model", options.draft_model) || is("draft_always", options.draft_always) ||
-        is("draft_end", options.draft_end) || is("keep_states", options.keep_states))
+        is("dry_multiplier", sampling.dry_multiplier) || is("dry_base", sampling.dry_base) ||
+        is("dry_allowed_length", sampling.dry_allowed_length) || is("dry_last_n", sampling.dry_last_n) ||
+        is("dry_breakers", sampling.dry_breakers) || is("xtc_probability", sampling.xtc_probability) ||
+        is("xtc_threshold", sampling.xtc_threshold) || is("seed", options.seed) ||
+        is("max_new_tokens", options.max_new_tokens) || is("min_new_tokens", options.min_new_tokens) ||
+        is("end_tokens", options.end_tokens) || is("ignore_end", options.ignore_end) ||
+        is("logprobs", options.logprobs) || is("prompt_logprobs", options.prompt_logprobs) ||
+        is("draft_tokens", options.draft_tokens) || is("draft_model", options.draft_model) ||
+        is("draft_always", options.draft_always) || is("draft_end", options.draft_end) ||
+        is("keep_states", options.keep_states))
       continue;
     if (field == "goal") {
       using Goal = llm::RequestOptions::Goal;

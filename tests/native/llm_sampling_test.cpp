@@ -45,6 +45,67 @@ std::vector<size_t> order_of(const std::vector<double>& keys) {  // ascending, s
   return order;
 }
 
+// How far back a repetition may reach, by trying each breaker at each place.
+size_t reach_of(const SamplingOptions& o, const Tokens& history) {
+  const size_t n = history.size();
+  for (size_t back = 0; back < n; ++back) {  // the head of the breaker has `back` tokens behind it
+    size_t best = n + 1;
+    for (const auto& breaker : o.dry_breakers) {
+      const size_t tail = breaker.size() - 1;
+      if (history[n - 1 - back] != breaker[0] || tail > back) continue;
+      bool same = true;
+      for (size_t i = 0; i < tail; ++i) same = same && history[n - back + i] == breaker[i + 1];
+      if (same && (best > n || tail > best)) best = tail;
+    }
+    if (best <= n) return back - best;
+  }
+  return n;
+}
+
+// DRY: for each place where the text so far has ended before, how many tokens before it are those at the end.
+void penalise(std::vector<double>& s, const SamplingOptions& o, Tokens history) {
+  if (o.dry_last_n >= 0 && static_cast<size_t>(o.dry_last_n) < history.size())
+    history.erase(history.begin(), history.end() - o.dry_last_n);
+  const size_t n = history.size(), reach = reach_of(o, history), allowed = static_cast<size_t>(o.dry_allowed_length);
+  if (n <= allowed || reach < allowed) return;
+  for (size_t token = 0; token < s.size(); ++token) {
+    bool breaks = false;
+    for (const auto& breaker : o.dry_breakers)
+      breaks = breaks || (breaker.size() == 1 && breaker[0] == static_cast<int64_t>(token));
+    size_t longest = 0;
+    bool found = false;
+    for (size_t place = 1; place < n && !breaks; ++place) {
+      if (history[place] != static_cast<int64_t>(token)) continue;
+      size_t same = 0;
+      while (same < place && history[place - 1 - same] == history[n - 1 - same]) ++same;
+      if (std::min(same, reach) >= allowed) found = true, longest = std::max(longest, std::min(same, reach));
+    }
+    if (found)
+      s[token] -= static_cast<double>(
+          static_cast<float>(static_cast<double>(o.dry_multiplier) *
+                             std::pow(static_cast<double>(o.dry_base), static_cast<double>(longest - allowed))));
+  }
+}
+
+// XTC: probabilities without the likeliest tokens, where it applies.
+std::vector<double> excluded(std::vector<double> p, const SamplingOptions& o) {
+  double total = 0;
+  for (const double value : p) total += std::pow(value, static_cast<double>(o.temperature));
+  std::vector<size_t> reaching;
+  for (size_t i = 0; i < p.size(); ++i)
+    if (p[i] > 0 && std::pow(p[i], static_cast<double>(o.temperature)) / total >= static_cast<double>(o.xtc_threshold))
+      reaching.push_back(i);
+  if (o.xtc_threshold > 0.5f || reaching.size() < 2) return p;
+  const size_t kept =
+      *std::min_element(reaching.begin(), reaching.end(), [&](size_t a, size_t b) { return p[a] < p[b]; });
+  double left = 0;
+  for (const size_t i : reaching)
+    if (i != kept) p[i] = 0;
+  for (const double value : p) left += value;
+  for (double& value : p) value /= left;
+  return p;
+}
+
 // As transformers.generation.logits_process does each step, one after another over the whole vocabulary.
 std::vector<double> oracle(const std::vector<float>& logits, const Case& c) {
   std::vector<double> s(logits.begin(), logits.end());
@@ -64,6 +125,7 @@ std::vector<double> oracle(const std::vector<float>& logits, const Case& c) {
       if (std::equal(c.history.end() - static_cast<int64_t>(n) + 1, c.history.end(),
                      c.history.begin() + static_cast<int64_t>(i)))
         s[static_cast<size_t>(c.history[i + n - 1])] = -kInfinity;
+  if (o.dry_multiplier > 0 && o.dry_last_n != 0) penalise(s, o, c.history);
   for (const int64_t token : c.suppressed) s[static_cast<size_t>(token)] = -kInfinity;
   for (size_t i = 0; i < s.size() && !c.mask.empty(); ++i)
     if ((c.mask[i / 32] >> (i % 32) & 1) == 0) s[i] = -kInfinity;
@@ -123,7 +185,10 @@ std::vector<float> random_logits(int64_t n, float scale, unsigned seed) {
 
 // The frequencies of many draws are within five deviations of the probabilities; nothing impossible is drawn.
 void check_distribution(const std::vector<float>& logits, const Case& c, int draws) {
-  const auto p = softmax_of(oracle(logits, c));
+  auto p = softmax_of(oracle(logits, c));
+  const auto without = excluded(p, c.options);
+  const auto chance = static_cast<double>(c.options.xtc_probability);
+  for (size_t i = 0; i < p.size(); ++i) p[i] = chance * without[i] + (1 - chance) * p[i];
   Random random(123);
   SamplingScratch scratch;
   std::vector<int> counts(logits.size());
@@ -158,6 +223,11 @@ std::vector<Case> cases() {
       sampled({.typical_p = 0.4f}),
       sampled({.top_k = 25, .typical_p = 0.7f}),
       sampled({.temperature = 0.7f, .top_k = 40, .top_p = 0.9f, .repetition_penalty = 1.3f}),
+      sampled({.xtc_probability = 0.5f, .xtc_threshold = 0.05f}),
+      sampled({.temperature = 1.6f, .top_p = 0.9f, .xtc_probability = 1.0f, .xtc_threshold = 0.04f}),
+      sampled({.temperature = 0.6f, .top_k = 12, .xtc_probability = 0.7f, .xtc_threshold = 0.1f}),
+      sampled({.min_p = 0.05f, .xtc_probability = 1.0f, .xtc_threshold = 0.6f}),
+      sampled({.xtc_probability = 1.0f, .xtc_threshold = 0.0f}),
   };
   Case processed = sampled({.top_p = 0.9f,
                             .repetition_penalty = 1.5f,
@@ -215,6 +285,15 @@ void test_greedy() {
     if (seed % 7 == 0) c.suppressed = {1, 5};
     if (seed % 11 == 0) c.mask = {static_cast<uint32_t>(generator() | 1u << 3)};
     if (seed % 13 == 0) c.options.bias = {{2, 3.0f}, {7, -1.5f}};
+    if (seed % 3 == 1) {
+      c.options.dry_multiplier = 0.8f;
+      c.options.dry_base = seed % 2 != 0 ? 1.75f : 1.0f;
+      c.options.dry_allowed_length = static_cast<int>(seed % 4);
+      c.options.dry_last_n = seed % 5 == 0 ? 17 : -1;
+      if (seed % 4 == 1) c.options.dry_breakers = {{3}, {4, 5}, {4, 5, 6}, {7, 7}};
+      // With few different tokens there are long repetitions.
+      for (int64_t& token : c.history) token %= 2 + static_cast<int64_t>(seed % 9);
+    }
     const auto logits = random_logits(20, 1, seed + 1000);
     const auto s = oracle(logits, c);
     CHECK(draw(logits, c, random, scratch) == std::max_element(s.begin(), s.end()) - s.begin());
@@ -226,6 +305,13 @@ void test_greedy() {
   c.options.repetition_penalty = 2;
   c.options.no_repeat_ngram = 1;
   CHECK(draw({1, 3, 3, 2}, c, random, scratch) == 2);
+  // A penalty that no float can hold is the largest one, and not a NaN.
+  Case repeated;
+  repeated.history.assign(3000, 1);
+  repeated.options.dry_multiplier = 1;
+  CHECK(draw({1, 3, 2}, repeated, random, scratch) == 2);
+  repeated.options.dry_last_n = 0;
+  CHECK(draw({1, 3, 2}, repeated, random, scratch) == 1);
 }
 
 // Log-probabilities of a distribution, and its likeliest tokens in order.

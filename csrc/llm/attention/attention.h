@@ -71,6 +71,7 @@ class KvCache final : public Sequences {
   void extend(int sequence, int64_t tokens) override;
   int64_t reachable(int sequence, int64_t tokens) const override;
   void keep(int sequence, bool anyway) override;
+  std::vector<uint8_t*> pages(int sequence, int64_t first, int64_t count) const override;
   // The recurrent state, which a step changes: of a sequence that has been extended.
   float* state(int sequence) const;
   // Bytes that extend() would take: pages, and the copies of a page and a state that are shared.

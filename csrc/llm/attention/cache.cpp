@@ -295,6 +295,11 @@ void KvCache::keep(int sequence, bool anyway) {
   state.kept.push_back({state.length, state.state});
 }
 
+std::vector<uint8_t*> KvCache::pages(int sequence, int64_t first, int64_t count) const {
+  const auto& data = impl_->at(sequence).data;
+  return {data.begin() + first, data.begin() + first + count};
+}
+
 float* KvCache::state(int sequence) const { return impl_->at(sequence).state->data; }
 
 size_t KvCache::extend_bytes(int sequence, int64_t tokens) const {

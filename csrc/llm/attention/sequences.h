@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace anyaccel::llm {
 
@@ -30,6 +31,9 @@ class Sequences {
   // Makes room for `tokens` more tokens and adds them to the length, for every sequence of a run before it begins.
   // Throws OutOfCache, also when the system has no memory, and changes nothing.
   virtual void extend(int sequence, int64_t tokens) = 0;
+
+  // The memory of whole pages, from the first token of each on; none where there is no such memory.
+  virtual std::vector<uint8_t*> pages(int /*sequence*/, int64_t /*first*/, int64_t /*count*/) const { return {}; }
 
   virtual size_t token_bytes() const = 0;           // that a token takes
   virtual size_t state_bytes() const { return 0; }  // and a sequence's recurrent state

@@ -13,7 +13,8 @@ bool Model::can_pick(const Request& request) const {
   const RequestOptions& options = request.options_;
   const SamplingOptions& s = options.sampling;
   const bool changed = !s.bias.empty() || s.repetition_penalty != 1 || s.presence_penalty != 0 ||
-                       s.frequency_penalty != 0 || s.no_repeat_ngram > 0 || s.typical_p < 1;
+                       s.frequency_penalty != 0 || s.no_repeat_ngram > 0 || s.typical_p < 1 || s.dry_multiplier != 0 ||
+                       s.xtc_probability > 0;
   const auto answered = static_cast<int64_t>(request.tokens_.size()) - request.prompt_;
   return picks() && !changed && request.mask_.empty() && !request.keep_logits_ && options.logprobs < 0 &&
          request.drafted_ == 0 && answered >= options.min_new_tokens;

@@ -29,6 +29,15 @@ void check_options(const RequestOptions& options) {
     wrong("presence_penalty", static_cast<double>(s.presence_penalty), "a number");
   if (!std::isfinite(s.frequency_penalty))
     wrong("frequency_penalty", static_cast<double>(s.frequency_penalty), "a number");
+  if (!(s.dry_multiplier >= 0 && std::isfinite(s.dry_multiplier)))
+    wrong("dry_multiplier", static_cast<double>(s.dry_multiplier), "0 (off) or more");
+  if (!(s.dry_base >= 1 && std::isfinite(s.dry_base))) wrong("dry_base", static_cast<double>(s.dry_base), "1 or more");
+  if (s.dry_allowed_length < 0) wrong("dry_allowed_length", s.dry_allowed_length, "0 or more");
+  if (s.dry_last_n < -1) wrong("dry_last_n", static_cast<double>(s.dry_last_n), "-1 (all tokens), 0 (off) or more");
+  if (!(s.xtc_probability >= 0 && s.xtc_probability <= 1))
+    wrong("xtc_probability", static_cast<double>(s.xtc_probability), "0 to 1");
+  if (!(s.xtc_threshold >= 0 && s.xtc_threshold <= 1))
+    wrong("xtc_threshold", static_cast<double>(s.xtc_threshold), "0 to 1");
   if (s.no_repeat_ngram < 0) wrong("no_repeat_ngram", s.no_repeat_ngram, "0 (off) or more");
   for (const auto& [token, bias] : s.bias)
     if (!std::isfinite(bias)) wrong("bias", static_cast<double>(bias), "a number");
@@ -170,6 +179,25 @@ void Request::share(const Request& other, int64_t tokens) {
   cached_ = tokens;
   lost_ = tokens - there;
   context_ = other.context_;
+}
+
+std::vector<uint8_t*> Request::pages(int64_t first, int64_t count) const {
+  const auto held = model_->lock();
+  if (sequence_ < 0) throw UsageError("pages: the request was finished with finish()");
+  if (first < 0 || count < 0 || (first + count) * kPageTokens > cached_ - lost_)
+    throw UsageError("pages: " + std::to_string(cached_) + " tokens are there");
+  return model_->cache().pages(sequence_, first, count);
+}
+
+std::vector<uint8_t*> Request::restore(int64_t tokens) {
+  const auto held = model_->lock();
+  if (sequence_ < 0) throw UsageError("restore: the request was finished with finish()");
+  if (cached_ > 0 || tokens < 1 || tokens % kPageTokens != 0 || tokens > static_cast<int64_t>(tokens_.size()))
+    throw UsageError("restore: " + std::to_string(tokens) + " of " + std::to_string(tokens_.size()) + " tokens");
+  Sequences& cache = model_->cache();
+  cache.extend(sequence_, tokens);
+  cached_ = tokens;
+  return cache.pages(sequence_, 0, tokens / kPageTokens);
 }
 
 void Request::shrink(int64_t tokens) {

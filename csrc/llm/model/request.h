@@ -83,6 +83,11 @@ class Request {
   void share(const Request& other, int64_t tokens);
   // Forgets what is in the cache from token `tokens` on; a request that goes on computes it again.
   void shrink(int64_t tokens);
+  // The memory of `count` whole pages in the cache, until the next step or change. Throws UsageError.
+  std::vector<uint8_t*> pages(int64_t first, int64_t count) const;
+  // Before its first step: its first `tokens` tokens, whole pages, count as computed; the caller fills the pages, which
+  // are returned. Throws UsageError, OutOfCache.
+  std::vector<uint8_t*> restore(int64_t tokens);
   // Of a model with a recurrent state: it is kept behind the first `tokens` tokens, once they have passed, whatever
   // memory that takes; shrink() forgets it. Throws UsageError.
   void keep(int64_t tokens);

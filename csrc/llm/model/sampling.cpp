@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <unordered_map>
 
 #include "llm/kernels/ops.h"
 
@@ -39,6 +40,61 @@ void forbid_repeated_ngrams(float* logits, int64_t vocabulary, int size, const i
   }
 }
 
+// How far back a repetition may reach: to the end of the last breaker.
+int64_t behind_breaker(const std::vector<std::vector<int64_t>>& breakers, const int64_t* history, int64_t length,
+                       int64_t most) {
+  std::unordered_multimap<int64_t, const std::vector<int64_t>*> by_head;
+  for (const auto& breaker : breakers)
+    if (!breaker.empty()) by_head.emplace(breaker[0], &breaker);
+  for (int64_t back = 0; back < most; ++back) {
+    int64_t longest = -1;
+    const auto [first, end] = by_head.equal_range(history[length - 1 - back]);
+    for (auto found = first; found != end; ++found) {
+      const std::vector<int64_t>& breaker = *found->second;
+      const auto tail = static_cast<int64_t>(breaker.size()) - 1;
+      if (tail > longest && tail <= back && std::equal(breaker.begin() + 1, breaker.end(), history + length - back))
+        longest = tail;
+    }
+    if (longest >= 0) return back - longest;
+  }
+  return most;
+}
+
+// Lowers the logits of tokens that would go on with a repetition.
+void penalise_repetitions(float* logits, int64_t vocabulary, const SamplingOptions& options, const int64_t* history,
+                          int64_t length) {
+  const int64_t n = options.dry_last_n < 0 ? length : std::min(options.dry_last_n, length);
+  const int64_t allowed = options.dry_allowed_length;
+  if (n <= allowed) return;
+  const int64_t limit = behind_breaker(options.dry_breakers, history, length, n);
+  if (limit < allowed) return;
+  // From the end backwards: how many tokens before place i are those before the end (the Z function).
+  const auto at = [&](int64_t i) { return history[length - 1 - i]; };
+  std::vector<int64_t> same(static_cast<size_t>(n));
+  std::unordered_map<int64_t, int64_t> longest;  // by the token that comes next
+  for (int64_t i = 1, left = 0, right = 0; i < n; ++i) {
+    int64_t z = i < right ? std::min(right - i, same[static_cast<size_t>(i - left)]) : 0;
+    while (i + z < n && at(z) == at(i + z)) ++z;
+    same[static_cast<size_t>(i)] = z;
+    if (i + z > right) left = i, right = i + z;
+    if (const int64_t repeated = std::min(z, limit); repeated >= allowed) {
+      int64_t& most = longest[at(i - 1)];
+      most = std::max(most, repeated);
+    }
+  }
+  for (const auto& breaker : options.dry_breakers)
+    if (breaker.size() == 1) longest.erase(breaker[0]);
+  const double base = static_cast<double>(options.dry_base);
+  const double most =
+      base > 1.000001 ? std::floor(std::log(static_cast<double>(std::numeric_limits<float>::max())) / std::log(base))
+                      : kInfinity;  // beyond it, the penalty is no float any more
+  for (const auto& [token, repeated] : longest) {
+    if (token < 0 || token >= vocabulary) continue;
+    const double exponent = std::min(static_cast<double>(repeated - allowed), most);
+    logits[token] -= static_cast<float>(static_cast<double>(options.dry_multiplier) * std::pow(base, exponent));
+  }
+}
+
 void process(float* logits, int64_t vocabulary, const SamplingOptions& options, const int64_t* history, int64_t length,
              int64_t prompt, const int64_t* suppressed, int64_t suppressed_count, SamplingScratch& scratch,
              const uint32_t* mask) {
@@ -59,6 +115,8 @@ void process(float* logits, int64_t vocabulary, const SamplingOptions& options, 
                [&](int64_t token) { logits[token] -= options.frequency_penalty; });
   if (options.no_repeat_ngram > 0 && length + 1 >= options.no_repeat_ngram)
     forbid_repeated_ngrams(logits, vocabulary, options.no_repeat_ngram, history, length);
+  if (options.dry_multiplier != 0 && options.dry_last_n != 0)
+    penalise_repetitions(logits, vocabulary, options, history, length);
   each_token(suppressed, suppressed_count, vocabulary, [&](int64_t token) { logits[token] = -kInfinity; });
   if (mask == nullptr) return;
   for (int64_t first = 0; first < vocabulary; first += 32) {
@@ -129,6 +187,20 @@ void keep_typical(float mass, std::vector<int32_t>& indices, std::vector<double>
   weights.resize(kept);
 }
 
+// Leaves out the likeliest tokens, which come first, but for the last one that reaches the threshold. Probabilities are
+// those of the tokens that are left, at temperature 1.
+void exclude_top_choices(float threshold, double temperature, std::vector<int32_t>& indices,
+                         std::vector<double>& weights) {
+  double total = 0;
+  for (const double weight : weights) total += std::pow(weight, temperature);
+  size_t reach = 0;
+  while (reach < weights.size() && std::pow(weights[reach], temperature) >= static_cast<double>(threshold) * total)
+    ++reach;
+  if (reach < 2) return;
+  indices.erase(indices.begin(), indices.begin() + static_cast<int64_t>(reach) - 1);
+  weights.erase(weights.begin(), weights.begin() + static_cast<int64_t>(reach) - 1);
+}
+
 template <class Weights>
 size_t draw(const Weights& weights, size_t count, Random& random) {
   const double total = std::accumulate(weights.begin(), weights.begin() + static_cast<int64_t>(count), 0.0);
@@ -182,6 +254,8 @@ int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options
   const double temperature = std::max(1e-20, static_cast<double>(options.temperature));
   const float highest = logits[top];
   double total = 1.0;
+  const bool excludes = options.xtc_probability > 0 && options.xtc_threshold <= 0.5f &&
+                        random.uniform() <= static_cast<double>(options.xtc_probability);
   if (options.top_k > 0 && options.top_k < vocabulary) {
     largest(logits, vocabulary, options.top_k, indices, scratch.values);
     std::sort(indices.begin(), indices.end(),
@@ -201,7 +275,7 @@ int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options
         for (const int32_t index : indices) sum += logits[index];
         if (sum >= options.top_p || count >= vocabulary) break;
       }
-    } else if (options.min_p > 0 || options.typical_p < 1.0f) {
+    } else if (options.min_p > 0 || options.typical_p < 1.0f || excludes) {
       const float least = std::max(options.min_p * logits[top], std::numeric_limits<float>::min());
       indices.clear();
       for (int64_t i = 0; i < vocabulary; ++i)
@@ -235,6 +309,7 @@ int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options
   indices.resize(kept);
   weights.resize(kept);
   if (options.typical_p < 1.0f) keep_typical(options.typical_p, indices, weights);
+  if (excludes) exclude_top_choices(options.xtc_threshold, temperature, indices, weights);
   return indices[draw(weights, weights.size(), random)];
 }
 

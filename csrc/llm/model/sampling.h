@@ -18,6 +18,15 @@ struct SamplingOptions {
   float repetition_penalty = 1.0f;                          // of tokens in `history`
   float presence_penalty = 0.0f, frequency_penalty = 0.0f;  // OpenAI's, over generated tokens only
   int no_repeat_ngram = 0;
+  // DRY, as llama.cpp has it: a token that would go on with a repetition of `length` tokens loses
+  // multiplier * base^(length - allowed). No repetition reaches across a breaker: a token, and those that follow it.
+  float dry_multiplier = 0.0f, dry_base = 1.75f;  // 0: off
+  int dry_allowed_length = 2;
+  int64_t dry_last_n = -1;  // tokens of `history` that count; -1: all, 0: off
+  std::vector<std::vector<int64_t>> dry_breakers = {};
+  // XTC, as llama.cpp has it: with this probability, of the tokens that are at least as likely as the threshold all but
+  // the least likely one are left out.
+  float xtc_probability = 0.0f, xtc_threshold = 0.1f;
   std::vector<std::pair<int64_t, float>> bias = {};  // token, what is added to its logit before anything else
 };
 

@@ -85,6 +85,10 @@ class SamplingParams:
         logprobs: the number of likeliest tokens whose log-probabilities are returned, in addition to the chosen one's;
             None: not even that. Of the model's logits, before bias, penalties and temperature, as with vLLM.
         seed: None: another one for each request.
+        dry_multiplier, dry_base, dry_allowed_length, dry_last_n, dry_breakers: the sampler DRY of llama.cpp, off where
+            the multiplier is 0: a token that would go on with a repetition loses multiplier * base^(length - allowed
+            length); of the last tokens (-1: all), and across no breaker, which is a token and those that follow it.
+        xtc_probability, xtc_threshold: the sampler XTC of llama.cpp.
     """
 
     temperature: float = 1.0
@@ -97,6 +101,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_last_n: int = -1
+    dry_breakers: Sequence[Sequence[int]] = ()
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
 
 @dataclass(frozen=True)

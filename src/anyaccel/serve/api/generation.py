@@ -63,6 +63,7 @@ def generation_endpoint(
     async def generate(request: Request) -> Any:
         body = await read(request, shape, models.limits)
         frontend = await models.serving(request, body.model, body.keep_s)
+        await frontend.prepare_sampling(body)
         prepared = await prepare(frontend, body, request.scope["anyaccel.key"])
         request.scope["anyaccel.usage"] = prepared.usage  # for the log
         if body.stream:

@@ -58,6 +58,12 @@ def _check_sampling(sampling: SamplingParams, facts: ModelFacts) -> None:
     within("repetition_penalty", 1e-6, 1e6, "above 0")
     within("frequency_penalty", -2, 2, "from -2 to 2")
     within("presence_penalty", -2, 2, "from -2 to 2")
+    within("dry_multiplier", 0, 100, "from 0 (off) to 100")
+    within("dry_base", 1, 100, "from 1 to 100")
+    within("dry_allowed_length", 0, 2**31 - 1, "0 or above")
+    within("dry_last_n", -1, 2**31 - 1, "-1 (all), 0 (off) or above")
+    within("xtc_probability", 0, 1, "from 0 (off) to 1")
+    within("xtc_threshold", 0, 1, "from 0 to 1")
     _check_count("logprobs", sampling.logprobs)
     if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**64:
         raise UsageError(f"seed={sampling.seed}: must fit 64 bits")
@@ -85,6 +91,9 @@ def native_options(request: GenerationRequest) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        **(_dry_options(sampling) if sampling.dry_multiplier else {}),
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
         "bias": [*sampling.logit_bias.items()],  # pairs, since JSON has no numbers as keys
         "seed": seed,
         "max_new_tokens": request.max_tokens,
@@ -94,3 +103,8 @@ def native_options(request: GenerationRequest) -> dict[str, Any]:
         "logprobs": -1 if sampling.logprobs is None else sampling.logprobs,
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
+
+
+def _dry_options(sampling: SamplingParams) -> dict[str, Any]:
+    names = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_last_n")
+    return {**{name: getattr(sampling, name) for name in names}, "dry_breakers": [*map(list, sampling.dry_breakers)]}

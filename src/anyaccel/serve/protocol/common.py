@@ -117,6 +117,15 @@ class SamplingFields(GenerationFields):
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
     guided_grammar: Lark | None = None
+    # llama.cpp's
+    grammar: Lark | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    dry_sequence_breakers: Annotated[list[StopText], Field(max_length=limits.MOST_STOPS)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @property
     def answer_count(self) -> int:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from anyaccel.serve.interface import Engine, GenerationRequest, Grammar, SamplingParams
 from anyaccel.serve.protocol.common import GenerationFields, SamplingFields
@@ -22,6 +23,8 @@ from anyaccel.serve.requests.stored import AnswerStore
 from anyaccel.serve.requests.tokenizer import ServerTokenizer
 from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
+
+_DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 
 class Frontend:
@@ -201,7 +204,27 @@ class Frontend:
             frequency_penalty=given(request.frequency_penalty, 0.0),
             presence_penalty=given(request.presence_penalty, 0.0),
             logit_bias=self._logit_bias(request.logit_bias or {}),
+            xtc_probability=given(request.xtc_probability, 0.0),
+            xtc_threshold=given(request.xtc_threshold, params.xtc_threshold),
+            **self._dry(request, params),
         )
+
+    def _dry(self, request: SamplingFields, default: SamplingParams) -> dict[str, Any]:
+        if not request.dry_multiplier:
+            return {}
+        length, last = request.dry_allowed_length, request.dry_penalty_last_n
+        return {
+            "dry_multiplier": request.dry_multiplier,
+            "dry_base": default.dry_base if request.dry_base is None else request.dry_base,
+            "dry_allowed_length": default.dry_allowed_length if length is None else length,
+            "dry_last_n": default.dry_last_n if last is None else last,
+            "dry_breakers": self.tokenizer.breakers(_breakers(request), self.engine.facts.vocabulary),
+        }
+
+    async def prepare_sampling(self, request: GenerationFields) -> None:
+        """Find the tokens of DRY's breakers, for which the whole vocabulary is read, outside the event loop."""
+        if isinstance(request, SamplingFields) and request.dry_multiplier:
+            await asyncio.to_thread(self.tokenizer.breakers, _breakers(request), self.engine.facts.vocabulary)
 
     def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
         most = self.engine.facts.vocabulary
@@ -209,6 +232,11 @@ class Frontend:
         if unknown is not None:
             raise wrong("logit_bias", f"{unknown[:20]!r} is no token: they are 0 to {most - 1}")
         return {int(key): value for key, value in given.items()}
+
+
+def _breakers(request: SamplingFields) -> tuple[str, ...]:
+    given = request.dry_sequence_breakers
+    return _DRY_BREAKERS if given is None else tuple(filter(None, given))
 
 
 def _as_signed(seed: int) -> int:

@@ -40,6 +40,7 @@ def request_grammar(request: SamplingFields) -> Grammar | None:
     found = [
         *_outputs_grammars(request.structured_outputs, "structured_outputs."),
         *_outputs_grammars(guided, "guided_"),
+        *([text_grammar(request.grammar, "grammar")] if request.grammar is not None else []),
     ]
     response_format = response_format_grammar(request.response_format)
     if response_format is not None:
@@ -47,7 +48,7 @@ def request_grammar(request: SamplingFields) -> Grammar | None:
     if len(found) > 1:
         raise wrong(
             "structured_outputs" if response_format is None else "response_format",
-            "only one of response_format, structured_outputs and guided_* can say what an answer looks like",
+            "only one of response_format, structured_outputs, guided_* and grammar can say what an answer looks like",
         )
     return found[0] if found else None
 
@@ -64,7 +65,7 @@ def _outputs_grammars(outputs: StructuredOutputs | None, prefix: str) -> Iterato
     if outputs.choice is not None:
         yield choice_grammar(outputs.choice, f"{prefix}choice")
     if outputs.grammar is not None:
-        yield Grammar("lark", outputs.grammar, f"{prefix}grammar")
+        yield text_grammar(outputs.grammar, f"{prefix}grammar")
 
 
 def response_format_grammar(wanted: ResponseFormat | None, param: str = "response_format") -> Grammar | None:
@@ -82,6 +83,24 @@ def response_format_grammar(wanted: ResponseFormat | None, param: str = "respons
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:
         raise wrong(f"{param}.json_schema", "is required, with the schema in its field schema")
     return schema_grammar(wanted.json_schema.json_schema, f"{param}.json_schema.schema")
+
+
+def text_grammar(text: str, param: str) -> Grammar:
+    """A grammar in llguidance's Lark, or in llama.cpp's GBNF, whose rules are written with ::=.
+
+    Raises:
+        ApiError: it is no GBNF.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text) or "::=" not in text:
+        return Grammar("lark", text, param)
+    try:
+        return Grammar("lark", gbnf_to_lark(text), param)
+    except RecursionError:
+        raise wrong(param, "the grammar is nested too deep") from None
+    except Exception as error:  # noqa: BLE001  the converter raises some as such
+        raise wrong(param, f"no GBNF grammar ({' '.join(str(error).split())[:200]})") from None
 
 
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:

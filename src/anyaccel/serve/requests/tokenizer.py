@@ -12,6 +12,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.serve.protocol.errors import ApiError, wrong
 
+_LONGEST_BREAKER, _MOST_BREAKER_TOKENS = 40, 20  # characters, and tokens behind the first one, as in llama.cpp
 _SHORT = 4_096  # characters; encoding them takes less than a millisecond, about what a thread would cost
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Variables that a request may not set in a template: ours, and the arguments of transformers' apply_chat_template.
@@ -95,6 +96,35 @@ class ServerTokenizer:
         """Whether a mark is a token that decoding normally leaves out."""
         token = self.token_id(mark.strip())
         return token is not None and not self.decode([token]).strip()
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  there is one of these a server
+    def _texts(self, count: int) -> list[tuple[int, str]]:
+        """Each token with its text, special ones too."""
+        known = (token for token in range(count) if self._tokenizer.piece(token) is not None)
+        return [(token, self.decode_with_special([token])) for token in known]
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019  there is one of these a server
+    def breakers(self, texts: tuple[str, ...], count: int) -> list[list[int]]:
+        """The tokens with which these texts may appear, as llama.cpp's DRY finds them.
+
+        A token that has the text in it is one alone; one that ends with a part of the text is followed by the rest.
+
+        Args:
+            count: of tokens of the vocabulary.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for text in (each[:_LONGEST_BREAKER] for each in texts):
+            rests: dict[int, tuple[int, ...]] = {}
+            for token, own in self._texts(count):
+                if text in own:
+                    found[token,] = None
+                    continue
+                for length in range(1, min(len(own), len(text) - 1) + 1):
+                    if own.endswith(text[:length]):
+                        if length not in rests:
+                            rests[length] = tuple(self._tokenizer.encode(text[length:], False)[:_MOST_BREAKER_TOKENS])
+                        found[token, *rests[length]] = None
+        return [list(each) for each in found]
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  there is one of these a server
     def token_text(self, token: int) -> tuple[str, tuple[int, ...]]:
