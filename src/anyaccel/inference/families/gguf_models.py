@@ -76,7 +76,8 @@ class GgufTensors:
             raise ModelError(f"{tensor.where}: is {tensor.type}, not f32")
         if stored not in self._made:
             count = math.prod(tensor.shape)
-            values = numpy.frombuffer((ctypes.c_float * count).from_address(tensor.address), numpy.float32)
+            memory: Any = (ctypes.c_float * count).from_address(tensor.address)
+            values = numpy.frombuffer(memory, numpy.float32)
             if not (values < 0).all():
                 raise ModelError(f"{tensor.where}: the largest value is {values.max()}; all must be below 0")
             self._made[stored] = numpy.log(-values)
