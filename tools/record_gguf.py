@@ -85,6 +85,16 @@ _GRANITE_HYBRID = {
     "logits_scaling": 2.0,
     "residual_multiplier": 0.4,
 }
+_MAMBA = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "state_size": 6,
+    "time_step_rank": 5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _NEMOTRON_H = {"ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "head_dim": 4}
 _WINDOWS = {"num_hidden_layers": 4, "sliding_window": 5}
 
@@ -305,6 +315,22 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         ),
         "F32",
     ),
+    "jamba": (
+        "JambaConfig",
+        common(
+            num_hidden_layers=4,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=0,
+            num_experts=4,
+            mamba_d_state=6,
+            mamba_dt_rank=5,
+        ),
+        "F32",
+    ),
+    "mamba": ("MambaConfig", _MAMBA, "F32"),
+    "mamba-falcon": ("FalconMambaConfig", _MAMBA, "F32"),
     "mamba2": (
         "Mamba2Config",
         {

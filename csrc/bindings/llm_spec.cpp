@@ -194,6 +194,19 @@ llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
   return spec;
 }
 
+llm::SelectiveScanSpec read_scan(const nb::handle& from) {
+  llm::SelectiveScanSpec spec;
+  get(from, "channels", spec.channels);
+  get(from, "state_dim", spec.state_dim);
+  get(from, "kernel", spec.kernel);
+  get(from, "step_rank", spec.step_rank);
+  get(from, "conv_bias", spec.conv_bias);
+  get(from, "in_bias", spec.in_bias);
+  get(from, "out_bias", spec.out_bias);
+  optional(from, "norm", spec.norm, read_norm);
+  return spec;
+}
+
 llm::MlpSpec read_mlp(const nb::handle& from) {
   using llm::Activation;
   llm::MlpSpec spec;
@@ -285,7 +298,9 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   optional(from, "input_gate", spec.input_gate, read_input_gate);
   get(from, "scaled", spec.scaled);
   const nb::object recurrent = at(from, "recurrent");
-  if (nb::hasattr(recurrent, "channels"))
+  if (nb::hasattr(recurrent, "step_rank"))
+    spec.scan = read_scan(recurrent);
+  else if (nb::hasattr(recurrent, "channels"))
     spec.short_conv = read_short_conv(recurrent);
   else if (!recurrent.is_none())
     spec.linear_attention = read_linear_attention(recurrent);

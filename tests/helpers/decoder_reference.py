@@ -26,6 +26,7 @@ from anyaccel.inference.spec.decoder import (
     QkNorm,
     Recurrent,
     Rope,
+    SelectiveScan,
     ShortConv,
     weights,
 )
@@ -368,9 +369,31 @@ class Reference:
             out = out * F.silu(gate)
         return _linear(f"{at}.out", out, w)
 
+    def _scan(self, index: int, m: SelectiveScan, x: Tensor, sequence: Cached) -> Tensor:
+        at, w = f"layers.{index}.mixer", self.w
+        x, gate = _linear(f"{at}.in", x, w).chunk(2, -1)
+        x = F.silu(_convolve(f"{at}.conv", m.kernel, x, self._remember(index, x, sequence), w))
+        parts = _linear(f"{at}.select", x, w).split([m.step_rank, m.state_dim, m.state_dim], -1)
+        r, b, c = (
+            _norm(m.norm, f"{at}.{name}_norm", part, w) for name, part in zip(("step", "b", "c"), parts, strict=True)
+        )
+        step = F.softplus(_linear(f"{at}.step_up", r, w))
+        rate = w[f"{at}.rate"].view(m.channels, m.state_dim).exp()
+        state = sequence.states[index]
+        if state is None:
+            state = x.new_zeros(m.channels, m.state_dim)
+        rows = []
+        for t in range(x.shape[0]):
+            state = torch.exp(-rate * step[t][:, None]) * state + (step[t] * x[t])[:, None] * b[t]
+            rows.append(state @ c[t])
+        sequence.states[index] = state
+        return _linear(f"{at}.out", (torch.stack(rows) + w[f"{at}.skip"] * x) * F.silu(gate), w)
+
     def _recurrent(self, index: int, mixer: Recurrent, x: Tensor, sequence: Cached) -> Tensor:
         if isinstance(mixer, ShortConv):
             return self._short_conv(index, mixer, x, sequence)
+        if isinstance(mixer, SelectiveScan):
+            return self._scan(index, mixer, x, sequence)
         return self._linear_attention(index, mixer, x, sequence)
 
     def _layer(self, index: int, layer: Layer, h: Tensor, sequence: Cached) -> Tensor:

@@ -639,6 +639,15 @@ _DELTA = {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 12,
 }
+_MAMBA = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "state_size": 7,
+    "time_step_rank": 5,
+    "conv_kernel": 3,
+    **_IDS,
+}
 _MAMBA2 = {"vocab_size": 131, "num_hidden_layers": 2, "head_dim": 8, "state_size": 10, **_IDS}
 _HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 8}
 # Those whose sequences have a recurrent state.
@@ -686,6 +695,26 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             shared_expert_intermediate_size=32,
             **_DELTA,
         ),
+    ),
+    "mamba": ("MambaConfig", {**_MAMBA, "use_bias": True}),
+    "mamba-plain": ("MambaConfig", {**_MAMBA, "use_conv_bias": False, "tie_word_embeddings": False, "expand": 3}),
+    "falcon_mamba": ("FalconMambaConfig", _MAMBA),
+    "jamba": (
+        "JambaConfig",
+        common(
+            **_LAYERS4,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=0,
+            num_experts=4,
+            mamba_d_state=6,
+            mamba_dt_rank=5,
+        ),
+    ),
+    "jamba-dense": (
+        "JambaConfig",
+        common(attn_layer_period=2, attn_layer_offset=0, num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False),
     ),
     "mamba2": ("Mamba2Config", {**_MAMBA2, "hidden_size": 36, "num_heads": 9, "n_groups": 1}),
     "mamba2-groups": (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.inference.families.registry import ARCHITECTURES, FAMILIES
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Recurrent, ShortConv
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Recurrent, SelectiveScan, ShortConv
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "models.md"
@@ -52,6 +52,8 @@ def _positions(spec: DecoderSpec, a: Attention | None) -> Iterator[str]:
 def _mixer(mixer: Recurrent) -> str:
     if isinstance(mixer, ShortConv):
         return "short convolution"
+    if isinstance(mixer, SelectiveScan):
+        return "selective scan (Mamba)"
     if mixer.delta:
         return "gated delta rule"
     return "state space (Mamba-2)"

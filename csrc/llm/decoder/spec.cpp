@@ -89,12 +89,24 @@ void check_linear_attention(const std::string& where, const LinearAttentionSpec&
   if (a.norm->kind != NormKind::rms || a.norm->bias) fail(where, "the norm is an RMS norm without bias");
 }
 
+void check_scan(const std::string& where, const SelectiveScanSpec& scan, const DecoderSpec& spec) {
+  in_range(where, "channels", scan.channels, 1);
+  in_range(where, "state_dim", scan.state_dim, 1, 1 << 10);
+  in_range(where, "kernel", scan.kernel, 1, kMostTaps);
+  in_range(where, "step_rank", scan.step_rank, 1, 1 << 20);
+  if (scan.norm && (scan.norm->kind != NormKind::rms || scan.norm->bias))
+    fail(where, "the norm is an RMS norm without bias");
+  if (spec.size > 1 && select_rows(scan) > spec.hidden)
+    fail(where, "ranks have no room for the sums of " + std::to_string(select_rows(scan)) + " values");
+}
+
 void check_mlp(const std::string& where, const MlpSpec& mlp) { in_range(where, "features", mlp.features, 1); }
 
 void check_layer(const std::string& where, const LayerSpec& layer, const DecoderSpec& spec) {
   if (layer.attention) check_attention(where, *layer.attention, spec);
   if (layer.short_conv) check_short_conv(where, *layer.short_conv);
   if (layer.linear_attention) check_linear_attention(where, *layer.linear_attention, spec);
+  if (layer.scan) check_scan(where, *layer.scan, spec);
   if (spec.size > 1 && layer.is_recurrent() && layer.attention && layer.attention->qk_norm &&
       layer.attention->qk_norm->across)
     fail(where, "beside a recurrent mixer, ranks have no norm over all heads");

@@ -111,6 +111,17 @@ struct LinearAttentionSpec {
   bool tiled = false;
 };
 
+struct SelectiveScanSpec {
+  int64_t channels = 0;
+  int state_dim = 0;
+  int kernel = 0;
+  int64_t step_rank = 0;
+  bool conv_bias = false;
+  bool in_bias = false;
+  bool out_bias = false;
+  std::optional<NormSpec> norm;
+};
+
 struct MlpSpec {
   int64_t features = 0;
   Activation activation = Activation::silu;
@@ -182,11 +193,12 @@ struct LayerSpec {
   bool residual_from_norm = false;
   std::optional<InputGateSpec> input_gate;
   bool scaled = false;
-  std::optional<ShortConvSpec> short_conv;  // at most one of the two: Python's `recurrent`
+  std::optional<ShortConvSpec> short_conv;  // at most one of these: Python's `recurrent`
   std::optional<LinearAttentionSpec> linear_attention;
+  std::optional<SelectiveScanSpec> scan;
 
   bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
-  bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value(); }
+  bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value() || scan.has_value(); }
 };
 
 struct DecoderSpec {
@@ -257,5 +269,8 @@ inline int64_t in_rows(const LinearAttentionSpec& a) { return conv_channels(a) +
 inline int64_t step_rows(const LinearAttentionSpec& a) {
   return product(a.strength == LinearAttentionSpec::Strength::sigmoid ? 2 : 1, a.heads);
 }
+
+// Of a token: the input of its steps, then b and c.
+inline int64_t select_rows(const SelectiveScanSpec& scan) { return scan.step_rank + 2 * int64_t{scan.state_dim}; }
 
 }  // namespace anyaccel::llm

@@ -13,7 +13,7 @@ namespace anyaccel::llm {
 struct StateLayout {
   struct OfLayer {
     int64_t window = 0;    // [kernel - 1, channels]
-    int64_t matrices = 0;  // [heads, key_dim, value_dim]
+    int64_t matrices = 0;  // [heads, key_dim, value_dim], or [state_dim, channels]
   };
   std::vector<OfLayer> layers;
   int64_t floats = 0;
@@ -31,6 +31,10 @@ struct StateLayout {
         const LinearAttentionSpec& a = *layer.linear_attention;
         if (a.kernel > 0) own.window = take((a.kernel - 1) * conv_channels(a));
         own.matrices = take(int64_t{a.heads} * a.key_dim * a.value_dim);
+      }
+      if (layer.scan) {
+        own.window = take((layer.scan->kernel - 1) * layer.scan->channels);
+        own.matrices = take(layer.scan->channels * layer.scan->state_dim);
       }
       layers.push_back(own);
     }

@@ -2,6 +2,7 @@
 #include "llm/decoder/weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -78,6 +79,7 @@ class WeightWalk {
     if (spec.attention) attention(at, *spec.attention, out);
     if (spec.short_conv) short_conv(at + "mixer.", *spec.short_conv, out);
     if (spec.linear_attention) linear_attention(at + "mixer.", *spec.linear_attention, out);
+    if (spec.scan) selective_scan(at + "mixer.", *spec.scan, out);
     norm(at + "attn_post_norm", spec.attn_post_norm, hidden_, out.attn_post_norm);
     norm(at + "mlp_norm", spec.mlp_norm, hidden_, out.mlp_norm);
     if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
@@ -168,6 +170,20 @@ class WeightWalk {
     if (a.skip) out.skip = vector(at + "skip", a.heads);
     norm(at + "norm", a.norm, a.norm_shared ? a.norm_width : result_width(a), out.mix_norm);
     matrix(at + "out", hidden_, result_width(a), out.mix_out, a.out_bias);
+  }
+
+  // Rows of `in` are x and the gate; of `select` the inputs of steps, b and c.
+  void selective_scan(const std::string& at, const SelectiveScanSpec& scan, LayerWeights& out) {
+    linear(at + "in", product(2, scan.channels), hidden_, scan.in_bias, {&out.mix_in, &out.mix_gates[0]});
+    convolution(at, scan.channels, scan.kernel, scan.conv_bias, out);
+    matrix(at + "select", select_rows(scan), scan.channels, out.mix_select);
+    norm(at + "step_norm", scan.norm, scan.step_rank, out.step_norm);
+    norm(at + "b_norm", scan.norm, scan.state_dim, out.b_norm);
+    norm(at + "c_norm", scan.norm, scan.state_dim, out.c_norm);
+    matrix(at + "step_up", scan.channels, scan.step_rank, out.mix_step_up, true);
+    out.rate = vector(at + "rate", product(scan.channels, scan.state_dim));
+    out.skip = vector(at + "skip", scan.channels);
+    matrix(at + "out", hidden_, scan.channels, out.mix_out, scan.out_bias);
   }
 
   // Rows of `qkv` are queries, keys, values (and gates); of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and
@@ -455,7 +471,10 @@ void Weights::finish() {
     throw ModelError(std::to_string(missing) + " weights were not set or not in full, '" + first + "' among them (" +
                      std::to_string(slots_[first].missing) + " of " + std::to_string(slots_[first].rows) +
                      " rows missing)");
-  for (LayerWeights& layer : layers) order_taps(layer);
+  for (LayerWeights& layer : layers) {
+    order_taps(layer);
+    if (!layer.mix_select.w.empty()) order_rates(layer);
+  }
   finished_ = true;
   slots_.clear();
 }
@@ -467,6 +486,15 @@ void Weights::order_taps(LayerWeights& layer) {
   layer.taps.resize(kernel * channels);
   for (size_t channel = 0; channel < channels; ++channel)
     for (size_t tap = 0; tap < kernel; ++tap) layer.taps[tap * channels + channel] = layer.conv[channel * kernel + tap];
+}
+
+void Weights::order_rates(LayerWeights& layer) {
+  const auto channels = static_cast<size_t>(layer.conv_channels);
+  const auto states = static_cast<size_t>(layer.mix_select.w.shape().rows - layer.mix_step_up.w.shape().cols) / 2;
+  layer.scan_rates.resize(states * channels);
+  for (size_t channel = 0; channel < channels; ++channel)
+    for (size_t n = 0; n < states; ++n)
+      layer.scan_rates[n * channels + channel] = -std::exp(layer.rate[channel * states + n]);
 }
 
 Weights::Load Weights::load(const DecoderSpec& spec) const {
@@ -485,7 +513,7 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
     for (const LinearWeights* one :
          {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
           &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_gates[0], &layer.mix_gates[1],
-          &layer.mix_steps, &layer.mix_out})
+          &layer.mix_steps, &layer.mix_select, &layer.mix_step_up, &layer.mix_out})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);

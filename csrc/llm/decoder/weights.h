@@ -67,8 +67,12 @@ struct LayerWeights {
   int kernel = 0;
   const float* rate = nullptr;       // [heads]: log of the decay's rate
   const float* step_bias = nullptr;  // [heads]
-  const float* skip = nullptr;       // [heads]
+  const float* skip = nullptr;       // [heads], or [channels]
   Norm mix_norm;
+  // The selective scan: `rate` is [channels, state_dim], `scan_rates` what a step reads, [state_dim, channels].
+  LinearWeights mix_select, mix_step_up;
+  Norm step_norm, b_norm, c_norm;
+  std::vector<float> scan_rates;
   MlpWeights mlp;
   LinearWeights router;
   const float* choice_bias = nullptr;
@@ -129,6 +133,7 @@ class Weights {
   class Builder;
 
   static void order_taps(LayerWeights& layer);
+  static void order_rates(LayerWeights& layer);
   Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
   static void mark(Slot& slot, int64_t first, int64_t count);
   template <class Fn>

@@ -64,6 +64,12 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       most(key_dim, a.key_dim);
       own_norm = own_norm || (a.norm && !a.norm_first);
     }
+    if (layer.scan) {
+      most(mixed, layer.scan->channels);
+      most(steps, layer.scan->channels);
+      most(mixer_out, select_rows(*layer.scan));
+      two_gates = true;
+    }
     const auto mlp = [&](const MlpSpec& m) {
       most(features, m.features);
       gated = gated || m.gated;

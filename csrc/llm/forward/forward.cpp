@@ -65,7 +65,8 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
          {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
-          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_out})
+          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
+          &layer.mix_out})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
@@ -452,6 +453,7 @@ int StepThread::mix(size_t index) noexcept {
   const int deltas = spec.attention && spec.is_recurrent() ? 2 : 1;
   if (spec.short_conv) short_conv(index, deltas - 1);
   if (spec.linear_attention) linear_attention(index, deltas - 1);
+  if (spec.scan) selective_scan(index, deltas - 1);
   if (deltas == 2) {
     mark(Work::out);
     fresh();

@@ -207,4 +207,80 @@ void StepThread::linear_attention(size_t index, int which) noexcept {
                 hidden_stride_);
 }
 
+// The inputs of steps, b and c of all tokens, to mixer_out: sums of what ranks make of their channels, normed.
+void StepThread::select(size_t index) noexcept {
+  const SelectiveScanSpec& spec = *spec_.layers[index].scan;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixer_out), width = select_rows(spec);
+  const bool divided = forward_.ranks_ != nullptr;
+  float* const to = shared_.mixer_out.get();
+  float* const own = divided ? forward_.ranks_->slot(spec_.rank, turn_) : to;
+  const int64_t own_stride = divided ? hidden_stride_ : stride;
+  const float* const mixed = shared_.mixed.get();
+  fresh();
+  multiply_into(weights.mix_select,
+                input(weights.mix_select.w.shape(), mixed, padded_stride(forward_.widths_.mixed), tokens_), own,
+                own_stride);
+  exchange(Work::mix, {tokens_ * own_stride, 0});
+  const Range part = part_of(tokens_, thread_, threads_);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* const row = to + t * stride;
+    for (int rank = 0; divided && rank < forward_.ranks_->size(); ++rank) {
+      const float* const from = forward_.ranks_->slot(rank, pending_turn_) + t * own_stride;
+      if (rank == 0)
+        std::copy(from, from + width, row);
+      else
+        add(row, from, 1.0f, width);
+    }
+    norm(weights.step_norm, row, spec.step_rank, row);
+    norm(weights.b_norm, row + spec.step_rank, spec.state_dim, row + spec.step_rank);
+    norm(weights.c_norm, row + spec.step_rank + spec.state_dim, spec.state_dim, row + spec.step_rank + spec.state_dim);
+  }
+  barrier(Work::mix);
+}
+
+void StepThread::selective_scan(size_t index, int which) noexcept {
+  const SelectiveScanSpec& spec = *spec_.layers[index].scan;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed), steps_stride = padded_stride(forward_.widths_.steps);
+  const int64_t selected_stride = padded_stride(forward_.widths_.mixer_out);
+  float* const mixed = shared_.mixed.get();
+  const Input& in = input(weights.mix_in.w.shape(), x_, hidden_stride_, tokens_);
+  multiply_into(weights.mix_gates[0], in, shared_.mix_gates[0].get(), stride);
+  multiply_into(weights.mix_in, in, mixed, stride);
+  if (!small_) barrier(Work::mix_in);
+  Convolution conv{};
+  conv.silu = true;
+  convolve_own(index, conv, mixed, stride, channels_of(weights.mix_in.w.shape(), spec.channels));
+  barrier(Work::mix);
+  select(index);
+  fresh();
+  const Shape& up = weights.mix_step_up.w.shape();
+  multiply_into(weights.mix_step_up, input(up, shared_.mixer_out.get(), selected_stride, tokens_), shared_.steps.get(),
+                steps_stride);
+  if (!small_) barrier(Work::mix_in);
+  const Range channels = channels_of(up, spec.channels);
+  for (const Forward::Span& span : forward_.spans_) {
+    const float* const selected = shared_.mixer_out.get() + span.row * selected_stride + spec.step_rank;
+    const int64_t at = span.row * stride + channels.begin;
+    SelectiveScan scan{};
+    scan.state_dim = spec.state_dim;
+    scan.rates = weights.scan_rates.data() + channels.begin;
+    scan.rate_stride = spec.channels;
+    scan.skip = weights.skip + channels.begin;
+    scan.steps = shared_.steps.get() + span.row * steps_stride + channels.begin;
+    scan.steps_stride = steps_stride;
+    scan.gates = shared_.mix_gates[0].get() + at;
+    scan.b = selected;
+    scan.c = selected + spec.state_dim;
+    scan.key_stride = selected_stride;
+    float* const state = span.state + forward_.states_.layers[index].matrices + channels.begin;
+    anyaccel::llm::scan(scan, mixed + at, stride, span.tokens, channels.end - channels.begin, state, spec.channels);
+  }
+  barrier(Work::mix);
+  fresh();
+  multiply_into(weights.mix_out, input(weights.mix_out.w.shape(), mixed, stride, tokens_), delta(which),
+                hidden_stride_);
+}
+
 }  // namespace anyaccel::llm

@@ -62,6 +62,8 @@ class StepThread {
   void attend_heads(size_t index) noexcept;
   const float* norm_mixed(size_t index) noexcept;
   void linear_attention(size_t index, int which) noexcept;
+  void select(size_t index) noexcept;
+  void selective_scan(size_t index, int which) noexcept;
 
   // --- mlp.cpp
   // `scales`: of the rows of gate and up, before the activation; null: none.

@@ -129,7 +129,49 @@ void attend_head(const LinearHead& h) {
   if (at < h.value_dim) attend_columns<1>(h, Part{h.value_dim - at}, at);
 }
 
-constexpr MixerKernels kKernels{convolve_rows, attend_head};
+// --- the selective scan
+
+// log(1 + exp(x)): max(x, 0) + log(1 + e) with e = exp(-|x|), whose logarithm is 2 atanh(e / (2 + e)), here a series of
+// a number up to 1/3.
+Vec softplus_of(Vec x) {
+  const Vec e = exp(sub(broadcast(0.0f), abs(x)));
+  const Vec s = div(e, add(e, broadcast(2.0f))), square = mul(s, s);
+  Vec p = broadcast(2.0f / 13);
+  for (const float k : {2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = fma(p, square, broadcast(k));
+  return fma(p, s, max(x, broadcast(0.0f)));
+}
+
+template <class Io>
+void scan_vector(const SelectiveScan& scan, Io io, int64_t at, float* x, int64_t stride, int64_t tokens, float* state,
+                 int64_t state_stride) {
+  const Vec skip = io.get(scan.skip + at);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* const row = x + t * stride + at;
+    const float* const b = scan.b + t * scan.key_stride;
+    const float* const c = scan.c + t * scan.key_stride;
+    const Vec step = softplus_of(io.get(scan.steps + t * scan.steps_stride + at)), in = io.get(row);
+    const Vec written = mul(step, in);
+    Vec out = mul(skip, in);
+    for (int n = 0; n < scan.state_dim; ++n) {
+      float* const s = state + n * state_stride + at;
+      const Vec decay = exp(mul(io.get(scan.rates + n * scan.rate_stride + at), step));
+      const Vec next = fma(written, broadcast(b[n]), mul(io.get(s), decay));
+      io.put(s, next);
+      out = fma(broadcast(c[n]), next, out);
+    }
+    const Vec gate = io.get(scan.gates + t * stride + at);
+    io.put(row, mul(out, mul(gate, sigmoid(gate))));
+  }
+}
+
+void scan_rows(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+               int64_t state_stride) {
+  int64_t at = 0;
+  for (; at + kLanes <= channels; at += kLanes) scan_vector(scan, Whole{}, at, x, stride, tokens, state, state_stride);
+  if (at < channels) scan_vector(scan, Part{channels - at}, at, x, stride, tokens, state, state_stride);
+}
+
+constexpr MixerKernels kKernels{convolve_rows, attend_head, scan_rows};
 
 }  // namespace
 }  // namespace anyaccel::llm

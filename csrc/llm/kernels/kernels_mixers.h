@@ -12,6 +12,8 @@ struct MixerKernels {
   void (*convolve)(const Convolution& conv, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
                    int64_t state_stride);
   void (*attend_linearly)(const LinearHead& head);
+  void (*scan)(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+               int64_t state_stride);
 };
 
 }  // namespace anyaccel::llm

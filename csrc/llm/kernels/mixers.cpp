@@ -25,6 +25,11 @@ void convolve(const Convolution& conv, float* x, int64_t stride, int64_t tokens,
 
 void attend_linearly(const LinearHead& head) noexcept { kernels().attend_linearly(head); }
 
+void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+          int64_t state_stride) noexcept {
+  if (tokens > 0 && channels > 0) kernels().scan(scan, x, stride, tokens, channels, state, state_stride);
+}
+
 void l2_norm(const float* x, int64_t n, float eps, float scale, float* out) noexcept {
   // The mean of the squares is a share of their sum.
   const auto count = static_cast<float>(n);

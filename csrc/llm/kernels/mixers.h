@@ -45,6 +45,25 @@ struct LinearHead {
 };
 void attend_linearly(const LinearHead& head) noexcept;
 
+// Mamba's selective scan of tokens, each channel alone, in place: with step = softplus(steps[t]), for each n
+// S[n] = exp(rates[n] * step) * S[n] + step * x[t] * b[t][n], then x[t] = silu(gate[t]) * (skip * x[t] + sum c[t][n] *
+// S[n]).
+struct SelectiveScan {
+  int state_dim;
+  const float* rates;  // [state_dim, channels], negative
+  int64_t rate_stride;
+  const float* skip;   // [channels]
+  const float* steps;  // [tokens, channels]
+  int64_t steps_stride;
+  const float* gates;  // [tokens, channels]
+  const float* b;      // [tokens, state_dim]
+  const float* c;
+  int64_t key_stride;
+};
+// x, gates [both of `stride`], rates, skip, steps and the state [state_dim, channels] begin at the first of `channels`.
+void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
+          int64_t state_stride) noexcept;
+
 // out = scale * x / sqrt(sum of squares + eps)
 void l2_norm(const float* x, int64_t n, float eps, float scale, float* out) noexcept;
 // log(1 + exp(x))

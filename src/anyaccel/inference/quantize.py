@@ -39,7 +39,7 @@ from anyaccel.inference.checkpoints.stored_values import (
 )
 from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head, read_checkpoint
-from anyaccel.inference.native.formats import ALWAYS_FLOAT, Precision
+from anyaccel.inference.native.formats import ALWAYS_FLOAT, AT_LEAST_16_BITS, Precision
 from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.inference.spec.decoder import MatrixShape, each_weight
 
@@ -53,7 +53,7 @@ _MODEL_FILES = (
 )
 _MAX_COPIED = 512 << 20
 _CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
-_NOT_LINEAR = ("embed", "head", "positions", *ALWAYS_FLOAT)  # native weights that stay as they are
+_NOT_LINEAR = ("embed", "head", *ALWAYS_FLOAT, *AT_LEAST_16_BITS)  # native weights that stay as they are
 
 
 def quantize(

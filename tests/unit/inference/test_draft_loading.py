@@ -104,7 +104,7 @@ def test_what_is_no_draft_model(target: Path, tmp_path: Path, capsys: pytest.Cap
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     refused(cut, ModelError, "model.safetensors")
-    bert = save(tmp_path / "bert", model_type="mamba", architectures=["MambaForCausalLM"])
+    bert = save(tmp_path / "bert", model_type="rwkv", architectures=["RwkvForCausalLM"])
     refused(bert, UsageError, "the native runtime has no .* and a draft model needs it")
 
 

@@ -466,7 +466,7 @@ def test_an_older_config_of_another_family_means_the_same(model_type: str, old: 
 @pytest.mark.parametrize(
     ("change", "feature"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": "rwkv"}, "model_type 'rwkv'"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
         ({"rope_scaling": {"type": "axial"}}, "rope_type 'axial'"),

@@ -411,13 +411,13 @@ def test_damage_never_leads_outside_the_file(data: st.DataObject, tmp_path: Path
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
     writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(Unsupported, match="'mamba'"):
+    with pytest.raises(Unsupported, match="'rwkv7'"):
         open_gguf(tmp_path / "model.gguf")
 
 

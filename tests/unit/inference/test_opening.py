@@ -50,18 +50,18 @@ def test_what_other_accelerators_than_the_cpu_do_not_have(options: ModelOptions,
 
 
 @pytest.fixture
-def mamba(tmp_path: Path) -> Path:
+def rwkv(tmp_path: Path) -> Path:
     """A model that neither runtime has."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}))
     save_file({"x": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
     return tmp_path
 
 
-def test_a_model_that_the_runtime_lacks_runs_its_own_code(mamba: Path) -> None:
-    found = open_model(mamba, ModelOptions(), RankPlace(), Callbacks())
+def test_a_model_that_the_runtime_lacks_runs_its_own_code(rwkv: Path) -> None:
+    found = open_model(rwkv, ModelOptions(), RankPlace(), Callbacks())
     assert isinstance(found, OwnCode) and (found.runtime, found.lacking) == ("torch", "native")
     assert str(found) == f"runtime: the model's own code with packed linears; the native one has no {found.feature}"
-    found = open_model(mamba, ModelOptions(), RankPlace(on_cpu=False), Callbacks())
+    found = open_model(rwkv, ModelOptions(), RankPlace(on_cpu=False), Callbacks())
     assert isinstance(found, OwnCode) and (found.runtime, found.lacking) == ("plain", "device")
 
 
@@ -74,10 +74,10 @@ def test_a_model_that_the_runtime_lacks_runs_its_own_code(mamba: Path) -> None:
     ],
 )
 def test_own_code_that_was_not_asked_for_is_an_error(
-    mamba: Path, options: ModelOptions, kind: type[AnyAccelError], text: str
+    rwkv: Path, options: ModelOptions, kind: type[AnyAccelError], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
-        open_model(mamba, options, RankPlace(), Callbacks())
+        open_model(rwkv, options, RankPlace(), Callbacks())
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,8 @@ def test_processes_at_once(model: Path) -> None:
 
 
 def test_a_model_of_another_family(model: Path) -> None:
-    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mamba"}))
-    with pytest.raises(Unsupported, match="mamba"):
+    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "rwkv"}))
+    with pytest.raises(Unsupported, match="rwkv"):
         load_native(model)
 
 

@@ -16,7 +16,7 @@ from anyaccel.errors import ModelError, UsageError
 _llm = pytest.importorskip("anyaccel._llm")
 
 # Attention beside it, and none.
-CASES = ["lfm2", "qwen3_next", "mamba2"]
+CASES = ["lfm2", "qwen3_next", "mamba2", "jamba"]
 VOCAB = 131
 
 

@@ -32,6 +32,7 @@ STRUCTS = {
     decoder.Mla: ("MlaSpec", "read_mla"),
     decoder.Attention: ("AttentionSpec", "read_attention"),
     decoder.ShortConv: ("ShortConvSpec", "read_short_conv"),
+    decoder.SelectiveScan: ("SelectiveScanSpec", "read_scan"),
     decoder.LinearAttention: ("LinearAttentionSpec", "read_linear_attention"),
     decoder.Mlp: ("MlpSpec", "read_mlp"),
     decoder.Moe: ("MoeSpec", "read_moe"),
@@ -88,7 +89,7 @@ def test_python_and_cpp_have_the_same_fields(cls: Any) -> None:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # Python has one field for either of several kinds, C++ an optional one for each.
     if cls is decoder.Layer:
-        for either, names in {"mlp": ("mlp", "moe"), "recurrent": ("short_conv", "linear_attention")}.items():
+        for either, names in {"mlp": ("mlp", "moe"), "recurrent": ("short_conv", "linear_attention", "scan")}.items():
             kinds = [kind for kind in typing.get_args(hints.pop(either)) if kind is not types.NoneType]
             assert [declared.pop(name)[0] for name in names] == [f"std::optional<{STRUCTS[kind][0]}>" for kind in kinds]
             del fields[either]
@@ -148,6 +149,7 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
         decoder.Layer(attention, mlp, attn_norm=norm),
         decoder.Layer(latent, decoder.Moe(4, 2, mlp, shared=mlp), mlp_post_norm=norm),
         decoder.Layer(None, mlp, recurrent=decoder.ShortConv(16, 3)),
+        decoder.Layer(None, mlp, recurrent=decoder.SelectiveScan(16, 4, 3, 5, norm=norm)),
         decoder.Layer(attention, None, recurrent=decoder.LinearAttention(4, 2, 8, 8, norm=norm)),
     )
     spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm)

@@ -264,7 +264,7 @@ def state_space_names(module: str) -> dict[str, Any]:
     }
 
 
-_BACKBONE = (Base("backbone."), Base("model."), Base(""))
+BACKBONE = (Base("backbone."), Base("model."), Base(""))
 _MAMBA2 = LLAMA.but(
     embed=["embeddings", "embedding"], final_norm="norm_f", attn_norm="norm", **state_space_names("mixer")
 )
@@ -305,7 +305,7 @@ _HYBRID_DEFAULTS = {
 
 
 def _with_bases(names: Any) -> Any:
-    return type(names)(names.rules, names.layer, _BACKBONE)
+    return type(names)(names.rules, names.layer, BACKBONE)
 
 
 FAMILIES = {
@@ -405,7 +405,7 @@ def _gguf_sizes(values: Metadata) -> tuple[int, int]:
     return heads, inner // heads
 
 
-def _gguf_expand(values: Metadata) -> int:
+def gguf_expand(values: Metadata) -> int:
     inner = values.features("ssm.inner_size")
     if inner % values.hidden:
         raise Unsupported(f"ssm.inner_size={inner} that is not a multiple of embedding_length={values.hidden}")
@@ -414,7 +414,7 @@ def _gguf_expand(values: Metadata) -> int:
 
 def _gguf_mamba2(values: Metadata, config: dict[str, Any]) -> None:
     config["num_heads"], config["head_dim"] = _gguf_sizes(values)
-    config["expand"] = _gguf_expand(values)
+    config["expand"] = gguf_expand(values)
     config["n_groups"] = values.features("ssm.group_count")
     config["state_size"] = values.features("ssm.state_size")
     config["conv_kernel"] = values.count("ssm.conv_kernel", minimum=1)
@@ -427,7 +427,7 @@ def _gguf_hybrid(values: Metadata, config: dict[str, Any]) -> None:
     config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
     config["intermediate_size"] = values.features("feed_forward_length")
     config["mamba_n_heads"], config["mamba_d_head"] = _gguf_sizes(values)
-    config["mamba_expand"] = _gguf_expand(values)
+    config["mamba_expand"] = gguf_expand(values)
     config["mamba_n_groups"] = values.features("ssm.group_count")
     config["mamba_d_state"] = values.features("ssm.state_size")
     config["mamba_d_conv"] = values.count("ssm.conv_kernel", minimum=1)

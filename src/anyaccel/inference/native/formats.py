@@ -24,6 +24,8 @@ from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
 # Matrices of a few rows, of which much depends: experts are chosen, or states forgotten, by small differences.
 ALWAYS_FLOAT = ("router", "shared_gate", "steps")
+# Small matrices that cost much when they are rounded: those of Mamba's steps, as in llama.cpp.
+AT_LEAST_16_BITS = ("positions", "select", "step_up")
 _EIGHT: Format = ("i8", 0, False)
 # Those that are smaller than what --dtype int8 would make of them, or as large, and exact.
 _KEPT_AS_8_BITS = QUANTISED - {"i4"}
@@ -138,7 +140,7 @@ def choose(shape: MatrixShape, wanted: Precision, stored: Sequence[Format]) -> M
         return replace(shape, format="f32")
     chosen = _chosen(name, wanted, stored)
     kind, group, minimum = chosen
-    if name == "positions" and kind in QUANTISED:
+    if name in AT_LEAST_16_BITS and kind in QUANTISED:
         kind, group, minimum = "bf16", 0, False
     return replace(shape, format=kind, group=group, minimum=minimum)
 

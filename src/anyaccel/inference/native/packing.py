@@ -24,7 +24,15 @@ from anyaccel.inference.checkpoints.sources import (
     entry_of,
 )
 from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head
-from anyaccel.inference.native.formats import ALWAYS_FLOAT, Precision, choose, forms, holds, stored_format
+from anyaccel.inference.native.formats import (
+    ALWAYS_FLOAT,
+    AT_LEAST_16_BITS,
+    Precision,
+    choose,
+    forms,
+    holds,
+    stored_format,
+)
 from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, slices, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
@@ -146,7 +154,7 @@ class Plan:
         """The quantised matrices of a checkpoint that run as floats for what was asked, one for each of their parts."""
         found = []
         for shape in self.matrices:
-            if shape.format in QUANTISED or shape.name.rsplit(".", 1)[-1] in ALWAYS_FLOAT:
+            if shape.format in QUANTISED or shape.name.rsplit(".", 1)[-1] in (*ALWAYS_FLOAT, *AT_LEAST_16_BITS):
                 continue
             for part in self._parts[shape.name]:
                 if isinstance(part.tensor, StoredMatrix):

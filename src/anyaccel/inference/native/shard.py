@@ -25,6 +25,7 @@ from anyaccel.inference.spec.decoder import (
     Mlp,
     Moe,
     Recurrent,
+    SelectiveScan,
     ShortConv,
 )
 from anyaccel.inference.spec.partition import HeadShard, split_evenly, split_features, split_heads
@@ -93,7 +94,7 @@ def _linear_heads(mixer: LinearAttention, rank: int, size: int) -> HeadShard:
 
 
 def _recurrent(mixer: Recurrent, rank: int, size: int) -> Recurrent:
-    if isinstance(mixer, ShortConv):
+    if isinstance(mixer, ShortConv | SelectiveScan):
         return replace(mixer, channels=len(split_features(mixer.channels, size)[rank]))
     heads = _linear_heads(mixer, rank, size)
     own, width = len(heads.query) * mixer.value_dim, mixer.norm_width
@@ -181,6 +182,8 @@ def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, Wei
 def _recurrent_slices(mixer: Recurrent, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
     if isinstance(mixer, ShortConv):
         yield from _short_conv_slices(mixer, rank, size)
+    elif isinstance(mixer, SelectiveScan):
+        yield from _scan_slices(mixer, rank, size)
     else:
         yield from _linear_slices(mixer, rank, size)
 
@@ -192,6 +195,19 @@ def _short_conv_slices(mixer: ShortConv, rank: int, size: int) -> Iterator[tuple
     yield "in.bias", rows
     yield "conv.weight", WeightSlice((_scaled(part, mixer.kernel),))
     yield "conv.bias", WeightSlice((part,))
+    yield "out", WeightSlice((), part)
+
+
+def _scan_slices(mixer: SelectiveScan, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    part = split_features(mixer.channels, size)[rank]
+    rows = WeightSlice((part, _scaled(part, 1, mixer.channels)))
+    yield "in", rows
+    yield "in.bias", rows
+    yield "conv.weight", WeightSlice((_scaled(part, mixer.kernel),))
+    yield "select", WeightSlice((), part)
+    yield "rate", WeightSlice((_scaled(part, mixer.state_dim),))
+    for name in ("conv.bias", "step_up", "step_up.bias", "skip"):
+        yield name, WeightSlice((part,))
     yield "out", WeightSlice((), part)
 
 

@@ -190,8 +190,32 @@ class LinearAttention:
     tiled: bool = False
 
 
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Mamba's mixer (the first one): each channel has a state S of its own, of `state_dim` values.
+
+    x and z are linear in the input, and x goes through a causal convolution with SiLU behind it. r, B and C are linear
+    in x, the channels' step = softplus(up r + bias). S[n] = exp(-exp(rate[n]) step) S[n] + step x B[n], then
+    out((sum C[n] S[n] + skip x) silu(z)).
+
+    Attributes:
+        kernel: tokens that the convolution sees.
+        step_rank: values of r.
+        norm: of r, of B and of C, each with weights of its own.
+    """
+
+    channels: int
+    state_dim: int
+    kernel: int
+    step_rank: int
+    conv_bias: bool = False
+    in_bias: bool = False
+    out_bias: bool = False
+    norm: Norm | None = None
+
+
 # What has a state of fixed size for each sequence, in the place of keys and values.
-Recurrent = ShortConv | LinearAttention
+Recurrent = ShortConv | LinearAttention | SelectiveScan
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from anyaccel.inference.spec.decoder import (
     QkNorm,
     RelativeBias,
     Rope,
+    SelectiveScan,
     ShortConv,
 )
 
@@ -60,5 +61,5 @@ def _made(name: str, value: Any) -> Any:
     if name == "mlp" and "experts" in value:
         kind = Moe
     if name == "recurrent":
-        kind = ShortConv if "channels" in value else LinearAttention
+        kind = SelectiveScan if "step_rank" in value else ShortConv if "channels" in value else LinearAttention
     return kind(**{field: _made(field, each) for field, each in value.items()})
