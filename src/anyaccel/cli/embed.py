@@ -31,6 +31,7 @@ def build_parser() -> Parser:
     add(
         "files",
         nargs="*",
+        default=[],
         metavar="FILE",
         help='one text a line; in *.jsonl files a string or an object with a "text"; default or "-": standard input',
     )

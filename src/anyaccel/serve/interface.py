@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from anyaccel.errors import AnyAccelError, UsageError
 
@@ -210,6 +210,7 @@ class ModelFacts:
         hidden: length of an embedding.
         weight_bytes, cache_bytes: that the weights take, and that the cache may take; 0: not known.
         plan: lines about ranks, precision and cache, printed when the server starts.
+        pooling: of embeddings, where the model's own files say it, not the request.
     """
 
     context: int
@@ -220,6 +221,19 @@ class ModelFacts:
     plan: tuple[str, ...] = ()
     weight_bytes: int = 0
     cache_bytes: int = 0
+    pooling: str = ""
+
+
+@runtime_checkable
+class PairScorer(Protocol):
+    """What engines of cross-encoders have beside `Engine`."""
+
+    async def score(self, query: str, texts: Sequence[str]) -> tuple[list[float], int]:
+        """How well each text answers the query, and the tokens of all pairs.
+
+        Raises:
+            UsageError: the model scores no pairs.
+        """
 
 
 class Engine(Protocol):

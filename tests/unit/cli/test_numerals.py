@@ -50,7 +50,14 @@ def test_an_option_takes_numbers_only(command: str, action: argparse.Action) -> 
         with pytest.raises(UsageError, match=name):
             parser.parse_args([f"{name}={text}"])
     good = str(next(iter(action.choices))) if action.choices else "8"
-    words = {"bench": ["llm"], "quantize": ["a", "b"], "generate": ["text"], "run": ["x.py"]}.get(command, [])
+    words = {
+        "bench": ["llm"],
+        "quantize": ["a", "b"],
+        "generate": ["text"],
+        "run": ["x.py"],
+        "embed": ["--model", "x"],
+        "rerank": ["query", "--model", "x"],
+    }.get(command, [])
     assert getattr(parser.parse_args([f"{name}={good}", *words]), action.dest) == int(good)
 
 

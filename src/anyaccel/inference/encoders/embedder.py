@@ -252,9 +252,18 @@ class Reranker:
         return [Score(int(index), float(scores[index])) for index in order]
 
     def _by_encoder(self, query: str, texts: Sequence[str]) -> Array:
-        tokens: Tokens = self.tokenizer.pairs(query, texts)
-        types = tokens[1] if self._encoder.family.marks_texts and self.tokenizer.marks_texts else None
-        return self._activation(self._encoder.logits(tokens[0], types)[:, 0])
+        return self.scores_of(*self.pairs(query, texts))
+
+    def pairs(self, query: str, texts: Sequence[str]) -> Tokens:
+        """What a cross-encoder reads of a query and each text: tokens, and their types."""
+        tokens, types = self.tokenizer.pairs(query, texts)
+        if not (self._encoder.family.marks_texts and self.tokenizer.marks_texts):
+            types = [[0] * len(text) for text in tokens]
+        return tokens, types
+
+    def scores_of(self, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> Array:
+        """The scores of a cross-encoder's pairs."""
+        return self._activation(self._encoder.logits(tokens, types)[:, 0])
 
 
 def _activation(config: Mapping[str, Any]) -> Callable[[Array], Array]:

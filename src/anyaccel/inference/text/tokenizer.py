@@ -76,6 +76,9 @@ class TextTokenizer:
             if not _is_librarys(error):
                 raise
             raise ModelError(f"{file}: no tokenizer that can be read ({error_text(error)})") from error
+        # What embedding models were trained with; transformers does neither unless it is asked to.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
         place = folder / "tokenizer_config.json"
         given = _read_json(place)
         config = Fields(given, f"{place}: ")

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from anyaccel.serve.api import chat, completions, embeddings, messages, ollama, responses, status, tokenization
+from anyaccel.serve.api import chat, completions, embeddings, messages, ollama, rerank, responses, status, tokenization
 from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
 from anyaccel.serve.api.models import Models
@@ -25,7 +25,7 @@ from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answe
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
 
-APIS = (status, chat, completions, responses, messages, ollama, embeddings, tokenization)
+APIS = (status, chat, completions, responses, messages, ollama, embeddings, rerank, tokenization)
 PAGE = Path(__file__).parents[1] / "page"
 
 

@@ -68,6 +68,8 @@ async def _prompts(frontend: Frontend, body: EmbeddingRequest) -> list[list[int]
         ApiError: an input does not fit, or the length that is wanted is not the model's.
     """
     facts = frontend.engine.facts
+    if facts.pooling and body.pooling not in (None, facts.pooling):
+        raise wrong("pooling", f"this model's embeddings are the {facts.pooling} of hidden states, as its files say")
     if body.dimensions not in (None, facts.hidden):
         raise wrong("dimensions", f"this model's embeddings have {facts.hidden} values; they cannot be cut")
     single = isinstance(body.input, str) or isinstance(body.input[0], int)

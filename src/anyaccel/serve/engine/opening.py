@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import host_memory
+from anyaccel.inference.encoders.opening import is_encoder
 from anyaccel.serve.engine.decoders import open_decoder
+from anyaccel.serve.engine.encoder import EncoderEngine
 from anyaccel.serve.engine.engine import ServingEngine
 from anyaccel.serve.engine.facts import StepDecoder
 from anyaccel.serve.engine.grammar import GrammarCompiler
@@ -31,7 +33,7 @@ def open_engine(
     *,
     turns: Turns | None = None,
     check: Callable[[], object] | None = None,
-) -> ServingEngine | Replicas:
+) -> ServingEngine | Replicas | EncoderEngine:
     """Load a model and begin to serve it.
 
     Args:
@@ -44,6 +46,8 @@ def open_engine(
         AnyAccelError: the model cannot be read.
     """
     chosen = settings or EngineSettings()
+    if is_encoder(path):
+        return EncoderEngine(path, options, screen, chosen)
     if chosen.replicas == 0:
         from anyaccel.topology import read_machine
 

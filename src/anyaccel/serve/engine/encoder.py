@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of an encoder: embeddings of texts, or scores of pairs. What waits is computed together. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from anyaccel.errors import UsageError
+from anyaccel.inference.encoders.classifier import has_classifier
+from anyaccel.inference.encoders.embedder import Embedder, Reranker
+from anyaccel.inference.encoders.opening import config_of
+from anyaccel.serve.engine.settings import EngineSettings
+from anyaccel.serve.interface import (
+    Chunk,
+    DeadlineError,
+    EngineFullError,
+    EngineStoppedError,
+    GenerationRequest,
+    ModelFacts,
+    Stats,
+)
+
+if TYPE_CHECKING:
+    from anyaccel.inference.options import ModelOptions
+    from anyaccel.inference.ranks.backends import Reporter
+
+T = TypeVar("T")
+
+_RUN_TOKENS = 16384  # of texts that are computed together, unless one request has more
+_RETRY_S = 1.0
+
+
+@dataclass
+class _Job:
+    """What one request wants.
+
+    Attributes:
+        texts: tokens of each.
+        types: of the tokens; None: all are 0.
+    """
+
+    texts: Sequence[Sequence[int]]
+    types: Sequence[Sequence[int]] | None
+    result: asyncio.Future[Any]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+class EncoderEngine:
+    """See `Engine` and `PairScorer`; an encoder generates nothing.
+
+    Args:
+        path: of the model's folder.
+
+    Raises:
+        UsageError: an option is not for encoders.
+        ModelError: the model cannot be read.
+    """
+
+    def __init__(self, path: Path, options: ModelOptions, screen: Reporter, settings: EngineSettings) -> None:
+        if settings.replicas != 1:
+            raise UsageError("replicas: an encoder has one, which uses all cores")
+        self._settings = settings
+        self._reranker: Reranker | None = None
+        self._embedder: Embedder | None = None
+        if has_classifier(config_of(path)):
+            self._reranker = Reranker(path, options, progress=screen.progress)
+            native, size, tokenizer = self._reranker.native, 1, self._reranker.tokenizer
+            what = "scores of pairs of texts"
+        else:
+            self._embedder = Embedder(path, options, progress=screen.progress)
+            native, size, tokenizer = self._embedder.native, self._embedder.size, self._embedder.tokenizer
+            what = f"embeddings by the {'+'.join(self._embedder.pooling.modes)} of hidden states"
+        self.facts = ModelFacts(
+            context=tokenizer.longest,
+            vocabulary=native.spec.vocab,
+            ends=frozenset(),
+            hidden=size,
+            dtype=options.dtype,
+            plan=(f"plan: an encoder on {native.model.threads} threads, {what}",),
+            weight_bytes=native.model.weight_bytes,
+            pooling="+".join(self._embedder.pooling.modes) if self._embedder else "",
+        )
+        self._pool = ThreadPoolExecutor(1, "anyaccel-encoder")
+        self._waiting: list[_Job] = []
+        self._running: list[_Job] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._computed = self._steps = 0
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Refuse it: raises UsageError."""
+        raise UsageError("prompt: this model is an encoder, which generates no text; use /v1/embeddings or /v1/rerank")
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
+    ) -> list[list[float]]:
+        """Embeddings as the model's own files say; `pooling` is for models that generate."""
+        if self._embedder is None:
+            raise UsageError("input: this model scores pairs of texts and makes no embeddings; use /v1/rerank")
+        vectors = await self._computed_of(prompts, None)
+        return [vector.tolist() for vector in vectors]
+
+    async def score(self, query: str, texts: Sequence[str]) -> tuple[list[float], int]:
+        """How well each text answers the query, and the tokens of all pairs.
+
+        Raises:
+            UsageError: the model makes embeddings.
+        """
+        if self._reranker is None:
+            raise UsageError("model: this one makes embeddings and scores no pairs; use /v1/embeddings")
+        loop = asyncio.get_running_loop()
+        ids, types = await loop.run_in_executor(None, self._reranker.pairs, query, texts)
+        scores = await self._computed_of(ids, types)
+        return [float(score) for score in scores], sum(map(len, ids))
+
+    async def _computed_of(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None) -> Any:
+        """A row of the result for each text."""
+        if self._stopped:
+            raise EngineStoppedError("the server is stopping")
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise EngineFullError(f"{len(self._waiting)} requests are waiting", _RETRY_S)
+        loop = asyncio.get_running_loop()
+        job = _Job(texts, types, loop.create_future())
+        self._waiting.append(job)
+        if self._worker is None or self._worker.done():
+            self._worker = loop.create_task(self._work())
+        try:
+            return await asyncio.wait_for(job.result, self._settings.timeout_s)
+        except TimeoutError:
+            raise DeadlineError from None
+        finally:
+            if job in self._waiting:  # its client has gone
+                self._waiting.remove(job)
+
+    async def _work(self) -> None:
+        """Compute what waits until nothing does."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            self._running = [self._waiting.pop(0)]
+            total = self._running[0].tokens
+            while self._waiting and total + self._waiting[0].tokens <= _RUN_TOKENS:
+                total += self._waiting[0].tokens
+                self._running.append(self._waiting.pop(0))
+            try:
+                rows = await loop.run_in_executor(self._pool, self._compute, self._running)
+            except Exception as error:  # noqa: BLE001  of the requests, not of the server
+                for job in self._running:
+                    if not job.result.done():
+                        job.result.set_exception(error)
+            else:
+                at = 0
+                for job in self._running:
+                    if not job.result.done():
+                        job.result.set_result(rows[at : at + len(job.texts)])
+                    at += len(job.texts)
+            self._computed += total
+            self._steps += 1
+            self._running = []
+
+    def _compute(self, jobs: Sequence[_Job]) -> Any:
+        texts = [text for job in jobs for text in job.texts]
+        if self._embedder is not None:
+            return self._embedder.embed_tokens(texts)
+        assert self._reranker is not None
+        types = [kind for job in jobs for kind in job.types or [[0] * len(text) for text in job.texts]]
+        return self._reranker.scores_of(texts, types)
+
+    def stats(self) -> Stats:
+        """What is running and waiting now, and what has been computed."""
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            prompt_tokens=self._computed,
+            steps=self._steps,
+        )
+
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self._stopped
+
+    def alive(self) -> bool:
+        """As `ready`."""
+        return not self._stopped
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, and wait for the open ones."""
+        self._stopped = True
+        if self._worker is not None and not self._worker.done():
+            await asyncio.wait((self._worker,), timeout=seconds)
+
+    async def close(self) -> None:
+        """End the thread; requests that wait get EngineStoppedError."""
+        self._stopped = True
+        for job in self._waiting:
+            if not job.result.done():
+                job.result.set_exception(EngineStoppedError("the server has stopped"))
+        self._waiting.clear()
+        await _in_thread(lambda: self._pool.shutdown(wait=True, cancel_futures=True))
+
+    def shut_down(self) -> None:
+        """As `close`, without an event loop."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    return await asyncio.to_thread(call)
