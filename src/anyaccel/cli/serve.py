@@ -138,6 +138,14 @@ def build_parser() -> Parser:
         action="store_true",
         help="compute each prompt from its beginning, even if requests have a common beginning",
     )
+    add("--cache-dir", metavar="DIR", help="keep the prefixes of prompts in this folder too, over restarts")
+    add(
+        "--cache-disk-bytes",
+        type=int,
+        default=16 << 30,
+        metavar="N",
+        help="most bytes of --cache-dir; what was used longest ago is deleted (default: 16 GiB)",
+    )
     add(
         "--request-timeout",
         type=float,
@@ -403,6 +411,8 @@ def _load_engine(
         max_waiting=options.max_waiting,
         timeout_s=options.request_timeout,
         prefix_cache=not options.no_prefix_cache,
+        cache_dir=options.cache_dir or "",
+        cache_disk_bytes=options.cache_disk_bytes,
         replicas=options.replicas,
         draft_tokens=options.draft.tokens,
         draft_model=bool(options.draft.model),
@@ -456,7 +466,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"MODEL {options.given[0]} and --model {options.model}: one of them is enough")
     if len(options.given) > 1 or options.models_dir is not None:
         _check_several(options)
-    check_at_least(options, {"max_batch": 1, "max_waiting": 1, "max_context": 0, "memory": 0})
+    check_at_least(options, {"max_batch": 1, "max_waiting": 1, "max_context": 0, "memory": 0, "cache_disk_bytes": 0})
     if not 0 <= options.idle_seconds <= _LONGEST_S:
         raise UsageError(f"--idle-seconds {options.idle_seconds:g}: must be 0 to {_LONGEST_S:g}")
     with naming_options(options):

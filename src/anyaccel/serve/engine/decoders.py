@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,14 @@ from anyaccel.serve.engine.facts import (
     with_own_ends,
 )
 from anyaccel.serve.engine.slots import Slots
-from anyaccel.serve.engine.step import MultiStep, StepInput, StepOutput
+from anyaccel.serve.engine.step import CacheChange, MultiStep, StepInput, StepOutput
 from anyaccel.serve.interface import ModelFacts
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
     from anyaccel.inference.options import ModelOptions
     from anyaccel.inference.ranks.backends import Reporter
+    from anyaccel.serve.engine.disk_cache import DiskCache
     from anyaccel.serve.engine.settings import EngineSettings
 
 
@@ -39,6 +40,7 @@ class LocalDecoder:
     multi_step = True
 
     def __init__(self, native: NativeModel, facts: ModelFacts, max_batch: int) -> None:
+        self.disk: DiskCache | None = None
         self._slots: Slots | None = Slots(native.model)
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
         self.state_pages = native.model.cache_bytes_per_state() // self.page_bytes
@@ -52,6 +54,17 @@ class LocalDecoder:
         assert self._slots is not None
         return self._slots.apply(step, multi_step)
 
+    def pages(self, number: int, tokens: int, first: int, count: int) -> list[int] | None:
+        """The addresses of pages of a request that has so many tokens in the cache; None: it has not any more."""
+        assert self._slots is not None
+        return self._slots.pages(number, tokens, first, count)
+
+    def restore(self, changes: list[CacheChange], number: int, tokens: list[int], addresses: Sequence[int]) -> None:
+        """Make these changes, and an ended request whose pages are copied from elsewhere."""
+        assert self._slots is not None
+        self._slots.apply(StepInput(changes))
+        self._slots.restore(number, tokens, addresses, self.page_bytes)
+
     def check(self) -> None:
         pass  # it cannot fail without this process
 
@@ -61,6 +74,8 @@ class LocalDecoder:
     def close(self) -> None:
         if self._slots is not None:
             self._slots.clear()
+        if self.disk is not None:
+            self.disk.close()
         self._slots = None  # frees the weights now: the next decoder may be loaded before this object is collected
 
 
@@ -93,6 +108,8 @@ def open_decoder(
     from anyaccel.topology import read_machine
 
     check_decoder_only(path)
+    if settings.cache_dir and not options.ranks == settings.replicas == 1:
+        raise UsageError("--cache-dir: is for a model in one process, without --tp, --pp and --replicas")
     machine = read_machine()
     accelerator = find_accelerator(machine)
     on_cpu = accelerator.is_cpu
@@ -138,4 +155,30 @@ def open_decoder(
         weight_bytes=native.model.weight_bytes,
         cache_bytes=native.model.cache_limit_bytes,
     )
+    if settings.cache_dir:
+        decoder.disk = _open_disk(path, options, settings, native, decoder, screen)
     return decoder
+
+
+def _open_disk(
+    path: Path,
+    options: ModelOptions,
+    settings: EngineSettings,
+    native: NativeModel,
+    decoder: LocalDecoder,
+    screen: Reporter,
+) -> DiskCache | None:
+    """The cache on disk, for models whose prefixes are pages of the native runtime and nothing else."""
+    lacks = ""
+    if native.runtime != "native":
+        lacks = "runs outside the native runtime"
+    elif decoder.state_pages:
+        lacks = "has recurrent states"
+    elif not decoder.shares or not settings.prefix_cache:
+        lacks = "shares no prefixes"
+    if lacks:
+        screen.line(f"prefix cache: none on disk, as this model {lacks}")
+        return None
+    from anyaccel.serve.engine.disk_cache import open_disk_cache
+
+    return open_disk_cache(path, options, settings.cache_dir, settings.cache_disk_bytes, decoder.page_bytes, screen)

@@ -13,16 +13,20 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.inference.spec.decoder import PAGE
 from anyaccel.serve.engine.checks import check_prompt, check_request, native_options
 from anyaccel.serve.engine.delivery import LONGEST_CALL_S, Delivery, ResultStream, Subscriber
+from anyaccel.serve.engine.disk_cache import ReadPages, page_keys
 from anyaccel.serve.engine.facts import StepDecoder
 from anyaccel.serve.engine.grammar import Constraint, GrammarCompiler
+from anyaccel.serve.engine.pages import CachedSequence
 from anyaccel.serve.engine.rates import Rates
 from anyaccel.serve.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from anyaccel.serve.engine.settings import EngineSettings
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESTART_S = (0.5, 30.0)  # the first and the longest delay before the decoder is loaded again
+_LEAST_RESTORED = 4  # pages: fewer are computed sooner than they are read
+_SAVED_BYTES = 32 << 20  # that are copied between two steps
 _IDLE_S = 1.0  # between two health checks of an idle decoder
 
 
@@ -94,6 +100,7 @@ class ServingEngine:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._stopping = self._draining = self._ready = False
+        self._unsaved: deque[tuple[int, list[int]]] = deque()  # ended requests, and their tokens in whole pages
         self._open: dict[int, OpenRequest] = {}  # changed by the engine's thread only
         self._earlier = Stats()  # the counters of decoders that have failed
         self._refusal: Exception | None = None  # for requests that come while there is no decoder
@@ -122,6 +129,8 @@ class ServingEngine:
         options = native_options(request)
         if self._settings.draft_tokens and request.max_tokens > 0:
             options |= {"draft_tokens": self._settings.draft_tokens, "draft_model": self._settings.draft_model}
+        if request.prompt_logprobs is None:
+            await self._restore(request.prompt)
         number, stream = self._submit(
             request.prompt,
             request.max_tokens,
@@ -182,6 +191,20 @@ class ServingEngine:
         opened = OpenRequest(scheduled, options, ResultStream(deadline), constraint)
         self._post(lambda: self._admit(opened))
         return number, opened.stream
+
+    async def _restore(self, prompt: Sequence[int]) -> None:
+        """Read what the disk has of a prompt's pages and the cache has not; the engine takes them before the prompt."""
+        disk = getattr(self._decoder, "disk", None)
+        most = (len(prompt) - 1) // PAGE
+        if disk is None or most < _LEAST_RESTORED:
+            return
+        keys = page_keys(prompt, most)
+        there = disk.known(keys)
+        if there - self._scheduler.pages.known(CachedSequence(-1, list(prompt)), there) < _LEAST_RESTORED:
+            return
+        found = await asyncio.to_thread(disk.read, keys[:there])
+        if found is not None:
+            self._post(lambda: self._take(list(prompt), found), quiet=True)
 
     def _cancel(self, number: int) -> None:
         self._post(lambda: self._scheduler.cancel(number), quiet=True)
@@ -257,12 +280,14 @@ class ServingEngine:
         finally:
             self._ready = False
             self._fail_all(EngineStoppedError("the server has ended"))
+            while self._unsaved:
+                self._save_ended()
             self._decoder.close()
 
     def _run_once(self) -> None:
         """Handle the messages in the inbox, and run a step if there is anything to compute."""
         with self._condition:
-            while not self._inbox and not self._stopping and self._scheduler.idle:
+            while not self._inbox and not self._stopping and self._scheduler.idle and not self._unsaved:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []
@@ -277,8 +302,36 @@ class ServingEngine:
         if plan.run or plan.changes:
             self._step(plan)
         self._delivery.send()
+        if self._unsaved:
+            self._save_ended()
         if not plan.run and self._scheduler.open:  # should not happen; without a pause it would be a busy loop
             time.sleep(0.01)
+
+    def _take(self, prompt: list[int], found: ReadPages) -> None:
+        """Put pages from the disk into the cache, unless it has them by now."""
+        tokens = prompt[: len(found.addresses) * PAGE]
+        if self._scheduler.pages.known(CachedSequence(-1, tokens), len(found.addresses)) == len(found.addresses):
+            return
+        number = next(self._numbers)
+        changes = self._scheduler.restore(number, tokens)
+        if changes is not None:
+            self._decoder.restore(changes, number, tokens, found.addresses)  # type: ignore[attr-defined]
+
+    def _save_ended(self) -> None:
+        """Write the pages of the requests that have ended, some at a time, as far as the disk has them not."""
+        number, tokens = self._unsaved.popleft()
+        disk = self._decoder.disk  # type: ignore[attr-defined]
+        whole = len(tokens) // PAGE
+        keys = page_keys(tokens, whole)
+        first = disk.kept(keys)
+        if first == whole:
+            return
+        count = min(whole - first, max(1, _SAVED_BYTES // self._decoder.page_bytes))
+        addresses = self._decoder.pages(number, whole * PAGE, first, count)  # type: ignore[attr-defined]
+        if addresses is None:  # it is not in the cache any more
+            return
+        if disk.write(keys[first : first + count], addresses) and first + count < whole:
+            self._unsaved.append((number, tokens))
 
     def _step(self, plan: StepPlan) -> None:
         start = time.monotonic()
@@ -385,6 +438,9 @@ class ServingEngine:
         if error is not None:
             self._delivery.add(opened.stream, error)
         elif why in ("stop", "length", "abort"):
+            if getattr(self._decoder, "disk", None) is not None:
+                scheduled = opened.scheduled
+                self._unsaved.append((number, scheduled.tokens[: scheduled.sequence.cached // PAGE * PAGE]))
             last = chunk or Chunk((), cached_tokens=opened.scheduled.cached)
             self._delivery.add(opened.stream, replace(last, finish=why))
 
@@ -413,6 +469,7 @@ class ServingEngine:
         total = self._earlier + self._scheduler.stats(0)
         self._earlier = replace(total, running=0, waiting=0, cache_used=0, cache_total=0)  # keep the counters only
         self._scheduler = Scheduler(self._scheduler.limits)
+        self._unsaved.clear()
         self._fail_all(EngineStoppedError(f"the engine has failed, and is started again: {error}"))
         self._decoder.close()
         wait, longest = _RESTART_S

@@ -116,6 +116,13 @@ class PageTable:
             return None, 0
         return source, count
 
+    def known(self, sequence: CachedSequence, most: int) -> int:
+        """How many of its first pages are in the cache, at most `most`; roughly, where another thread changes it."""
+        pages = 0
+        while pages < most and sequence.key(pages) in self._index:
+            pages += 1
+        return pages
+
     def share(self, sequence: CachedSequence, source: CachedSequence, count: int) -> None:
         """Give a sequence without pages the first pages of another one."""
         for page in source.pages[:count]:

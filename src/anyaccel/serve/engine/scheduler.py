@@ -186,6 +186,23 @@ class Scheduler:
             **self._counts,
         )
 
+    def restore(self, number: int, tokens: list[int]) -> list[CacheChange] | None:
+        """Take whole pages that come from elsewhere, as those of an ended request; returns what makes room for them.
+
+        None: there is none, as running requests need it.
+        """
+        plan = StepPlan(changes=self._changes)
+        self._changes = []
+        if not self._make_room(count_pages(len(tokens)), plan):
+            self._changes = plan.changes
+            return None
+        sequence = CachedSequence(number, tokens)
+        sequence.ended = True
+        self.pages.reserve(sequence, len(tokens))
+        self.pages.commit(sequence, len(tokens))
+        self.pages.mark_idle(sequence)
+        return plan.changes
+
     # --- a step
 
     def plan(self, now: float) -> StepPlan:

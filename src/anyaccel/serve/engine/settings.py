@@ -21,6 +21,8 @@ class EngineSettings:
         step_s: the longest step while answers run and prompts are processed; 0: chosen from measured rates.
         timeout_s: of a request that does not set it.
         prefix_cache: whether requests share cached prefixes.
+        cache_dir: a folder where keys and values of ended requests are kept; "": none.
+        cache_disk_bytes: the most bytes of its files.
         draft_tokens: the most drafted tokens that a step verifies for an answer; 0: no drafts.
         draft_model: whether a draft model proposes them (the model's options name it); False: n-grams of the text.
         replicas: engines with the whole model, each on its own cores and with a part of `cache_bytes`; 0: one for each
@@ -37,6 +39,8 @@ class EngineSettings:
     step_s: float = 0.0
     timeout_s: float = 600.0
     prefix_cache: bool = True
+    cache_dir: str = ""
+    cache_disk_bytes: int = 16 << 30
     replicas: int = 1
     draft_tokens: int = 0
     draft_model: bool = False
@@ -46,6 +50,7 @@ class EngineSettings:
             "max_batch": 1,
             "max_context": 0,
             "cache_bytes": 0,
+            "cache_disk_bytes": 0,
             "max_waiting": 1,
             "replicas": 0,
             "draft_tokens": 0,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
@@ -44,6 +45,19 @@ class Slots:
         self._requests.clear()
         self._options.clear()
         self._drafts.clear()
+
+    def pages(self, number: int, tokens: int, first: int, count: int) -> list[int] | None:
+        """The addresses of whole pages of a request; None where it has not so many tokens in the cache any more."""
+        request = self._requests.get(number)
+        if request is None or request.finished == "stopped" or request.cached < tokens:
+            return None
+        return request.pages(first, count)
+
+    def restore(self, number: int, tokens: list[int], addresses: Sequence[int], page_bytes: int) -> None:
+        """Make a request whose tokens are all in the cache, with pages that are copied from these addresses."""
+        self._start(number, tokens, {"goal": "scores"})
+        for page, address in zip(self._requests[number].restore(len(tokens)), addresses, strict=True):
+            ctypes.memmove(page, address, page_bytes)
 
     def _change(self, change: CacheChange, step: StepInput) -> None:
         number = change.id
