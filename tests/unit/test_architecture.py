@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "inference": {"comm", "accelerator", "launch", "topology", "env", "host_memory", "safetensors"},
     "bench": {"launch", "inference", "topology", "env"},
     "compat": set(),
-    "serve": {"inference", "launch", "topology", "env", "host_memory"},
+    "serve": {"inference", "launch", "ops", "topology", "env", "host_memory"},
     "cli": {
         "bench", "launch", "accelerator", "ops", "topology", "inference", "serve", "comm", "port", "report", "env",
         "compat", "cuda_job",
