@@ -222,6 +222,27 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "F32",
     ),
+    "falcon-h1": (
+        "FalconH1Config",
+        common(
+            mamba_n_heads=4,
+            mamba_d_head=6,
+            mamba_d_ssm=24,
+            mamba_d_state=6,
+            mamba_n_groups=2,
+            head_dim=4,
+            attention_in_multiplier=0.9,
+            attention_out_multiplier=0.6,
+            key_multiplier=0.8,
+            mlp_multipliers=[0.7, 1.2],
+            ssm_in_multiplier=1.1,
+            ssm_multipliers=[0.9, 0.8, 1.3, 0.7, 1.2],
+            ssm_out_multiplier=0.5,
+            embedding_multiplier=3.0,
+            lm_head_multiplier=0.3,
+        ),
+        "F32",
+    ),
     "falcon-40b": (
         "FalconConfig",
         {

@@ -297,6 +297,7 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   get(from, "residual_from_norm", spec.residual_from_norm);
   optional(from, "input_gate", spec.input_gate, read_input_gate);
   get(from, "scaled", spec.scaled);
+  numbers(from, "weight_factors", spec.weight_factors);
   const nb::object recurrent = at(from, "recurrent");
   if (nb::hasattr(recurrent, "step_rank"))
     spec.scan = read_scan(recurrent);

@@ -42,10 +42,10 @@ def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:
     if part.transposed:
         tensor = tensor.T
     if part.order is not None:
-        return tensor[list(part.order)] + part.plus
+        return tensor[list(part.order)] * part.times + part.plus
     end = tensor.shape[0] if part.count < 0 else part.first + part.count
     assert 0 <= part.first < end <= tensor.shape[0], (part, tensor.shape)
-    return tensor[part.first : end] + part.plus
+    return tensor[part.first : end] * part.times + part.plus
 
 
 def assemble(family: Family, spec: DecoderSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

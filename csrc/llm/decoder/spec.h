@@ -196,6 +196,7 @@ struct LayerSpec {
   std::optional<ShortConvSpec> short_conv;  // at most one of these: Python's `recurrent`
   std::optional<LinearAttentionSpec> linear_attention;
   std::optional<SelectiveScanSpec> scan;
+  std::vector<float> weight_factors;  // which the weights that come here have been multiplied by
 
   bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
   bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value() || scan.has_value(); }

@@ -397,7 +397,7 @@ FAMILIES = {
 }
 
 
-def _gguf_sizes(values: Metadata) -> tuple[int, int]:
+def gguf_sizes(values: Metadata) -> tuple[int, int]:
     """Heads of the states, and values of one of them."""
     heads, inner = values.features("ssm.time_step_rank"), values.features("ssm.inner_size")
     if inner % heads:
@@ -413,7 +413,7 @@ def gguf_expand(values: Metadata) -> int:
 
 
 def _gguf_mamba2(values: Metadata, config: dict[str, Any]) -> None:
-    config["num_heads"], config["head_dim"] = _gguf_sizes(values)
+    config["num_heads"], config["head_dim"] = gguf_sizes(values)
     config["expand"] = gguf_expand(values)
     config["n_groups"] = values.features("ssm.group_count")
     config["state_size"] = values.features("ssm.state_size")
@@ -426,7 +426,7 @@ def _gguf_hybrid(values: Metadata, config: dict[str, Any]) -> None:
     """Mamba-2 beside attention, under the names of Bamba and Granite 4."""
     config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
     config["intermediate_size"] = values.features("feed_forward_length")
-    config["mamba_n_heads"], config["mamba_d_head"] = _gguf_sizes(values)
+    config["mamba_n_heads"], config["mamba_d_head"] = gguf_sizes(values)
     config["mamba_expand"] = gguf_expand(values)
     config["mamba_n_groups"] = values.features("ssm.group_count")
     config["mamba_d_state"] = values.features("ssm.state_size")
@@ -509,7 +509,7 @@ def _gguf_nemotron_h(values: Metadata, config: dict[str, Any]) -> None:
     }
     config["layers_block_type"] = values.layers_with(kinds)
     config["num_key_value_heads"] = values.count_where_present("attention.head_count_kv")
-    config["mamba_num_heads"], config["mamba_head_dim"] = _gguf_sizes(values)
+    config["mamba_num_heads"], config["mamba_head_dim"] = gguf_sizes(values)
     config["n_groups"] = values.features("ssm.group_count")
     config["ssm_state_size"] = values.features("ssm.state_size")
     config["conv_kernel"] = values.count("ssm.conv_kernel", minimum=1)

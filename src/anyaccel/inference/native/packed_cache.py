@@ -15,6 +15,7 @@ is gone, then the least recently used ones above ANYACCEL_PACKED_CACHE_BYTES.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -42,18 +43,7 @@ _SPARE_DISK = 1 << 30  # bytes that are left free
 
 def _version() -> str:
     """A version of entries: it changes with their layout, this package, the fields of specs and GGUF's formats."""
-    kinds = (
-        spec.DecoderSpec,
-        spec.Layer,
-        spec.Attention,
-        spec.Mlp,
-        spec.Moe,
-        spec.Mla,
-        spec.QkNorm,
-        spec.Norm,
-        spec.Rope,
-        spec.RelativeBias,
-    )
+    kinds = [each for each in vars(spec).values() if dataclasses.is_dataclass(each)]
     fields = ",".join(name for kind in kinds for name in kind.__dataclass_fields__)
     formats = ",".join(f"{kind} {held.format}" for kind, held in HELD.items())
     return f"{VERSION} {__version__} {hashlib.blake2b(f'{fields} {formats}'.encode(), digest_size=4).hexdigest()}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks, TransposedBlocks
-from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix
+from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix, row_index
 from anyaccel.inference.checkpoints.sources import (
     BLOCKS,
     TensorView,
@@ -62,6 +62,7 @@ class _Tensor:
     rows: Rows
     cols: int
     plus: float
+    times: float
 
 
 _Chunk = tuple[_Tensor, Rows, Callable[[], Any]]
@@ -226,7 +227,7 @@ class Plan:
             raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: row {max(rows)} is needed")
         if tensor.order is not None:
             rows = [tensor.order[row] for row in rows]
-        return _Tensor(part.tensor, tensor, rows, 1 if vector else tensor.shape[1], part.plus + tensor.plus)
+        return _Tensor(part.tensor, tensor, rows, 1 if vector else tensor.shape[1], part.plus + tensor.plus, part.times)
 
     def fill(self, model: _llm.DecoderModel, report: Callable[[int, int], object]) -> None:
         """Pack everything into `model`.
@@ -394,7 +395,7 @@ def _pack(
 ) -> None:
     """Give `_llm` some rows; `values` are those that `_converted` returns."""
     tensor = part.tensor
-    if isinstance(tensor, TensorView):
+    if isinstance(tensor, TensorView) and part.times == 1:
         row_stride, col_stride = tensor.strides
         values, size = BLOCKS[tensor.type]
         if values > 1:
@@ -420,11 +421,34 @@ def _pack(
 
 def _converted(shape: MatrixShape, part: _Tensor, rows: Rows, cols: range) -> Any:
     """Rows as arrays: (values, scales, minima) where the matrix holds them, else floats; None for what `_llm` reads."""
-    tensor = part.tensor
+    tensor, times = part.tensor, part.times
     if isinstance(tensor, TensorView):
-        return None
+        return None if times == 1 else _floats(tensor, rows, cols) * times
     own = tensor.format(cols)
-    return _values(shape, tensor, own, rows, cols) if holds(shape, own) else tensor.floats(rows, cols)
+    if not holds(shape, own):
+        values = tensor.floats(rows, cols)
+        return values if times == 1 else values * times
+    q, scales, minima = _values(shape, tensor, own, rows, cols)
+    if times == 1:
+        return q, scales, minima
+    return q, scales * times, None if minima is None else minima * times
+
+
+def _floats(tensor: TensorView, rows: Rows, cols: range) -> Any:
+    """float32 values of stored rows."""
+    import numpy
+
+    if BLOCKS[tensor.type][0] > 1:
+        raise Unsupported(f"factors of weights of type {tensor.type} ({tensor.where})")
+    size = BLOCKS[tensor.type][1]
+    kind: Any = {"f32": numpy.float32, "f64": numpy.float64, "f16": numpy.float16, "bf16": numpy.uint16}[tensor.type]
+    extent = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True)) + size
+    memory: Any = (ctypes.c_ubyte * extent).from_address(tensor.address)
+    whole = numpy.ndarray(tensor.shape, kind, memory, 0, tensor.strides)
+    values = whole[row_index(rows), cols.start : cols.stop]
+    if tensor.type == "bf16":
+        values = (values.astype(numpy.uint32) << 16).view(numpy.float32)
+    return numpy.ascontiguousarray(values, numpy.float32)
 
 
 def _values(shape: MatrixShape, tensor: Any, own: Format, rows: Rows, cols: range) -> tuple[Any, Any, Any]:

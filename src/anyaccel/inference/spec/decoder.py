@@ -327,6 +327,7 @@ class Layer:
 
     parallel: h += r * (attention(attn_norm(h)) + mlp(mlp_norm(h))); with mlp_norm None both read attn_norm's result.
     residual_from_norm: the residual is the norm's result (BLOOM's apply_residual_connection_post_layernorm).
+    weight_factors: the weights are multiplied by these when they are packed, in the order that the family's names know.
     input_gate: behind the MLP. scaled: at last, h is multiplied by a learned number.
     """
 
@@ -342,6 +343,7 @@ class Layer:
     input_gate: InputGate | None = None
     scaled: bool = False
     recurrent: Recurrent | None = None
+    weight_factors: tuple[float, ...] = ()
 
     @property
     def softmax(self) -> Attention:

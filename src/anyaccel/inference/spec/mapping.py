@@ -37,6 +37,7 @@ class Part:
         transposed: it is stored [in, out] (GPT-2's Conv1D, GPT-OSS's experts).
         index: entry of a stacked tensor [experts, ...].
         plus: added to each value (Gemma's norms multiply by 1 + weight).
+        times: each value of a matrix is multiplied by it (Falcon-H1).
     """
 
     tensor: str
@@ -46,6 +47,7 @@ class Part:
     transposed: bool = False
     index: int | None = None
     plus: float = 0.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
