@@ -182,6 +182,7 @@ def build_parser() -> Parser:
         help="format of the model's thoughts; none: they stay in the text (default: by the chat template)",
     )
     add("--pooling", choices=("mean", "last"), default="mean", help="pooling of embeddings (default: mean)")
+    add("--files-dir", metavar="DIR", help="keep files that clients upload here: /v1/files and /v1/batches")
     add("--no-page", action="store_true", help="serve no chat page at /")
     add = parser.group("server")
     add(
@@ -307,6 +308,7 @@ def _open_models(
     try:
         importing.result()
         from anyaccel.serve.api.models import Models, ServedModel
+        from anyaccel.serve.requests.files import FileStore
 
         def served(choice: _Choice, frontend: Frontend | None = None) -> ServedModel:
             def load(cache_bytes: int, check: Callable[[], None]) -> Frontend:
@@ -337,6 +339,7 @@ def _open_models(
             cache_bytes=options.cache_bytes,
             idle_s=options.idle_seconds,
             wait_s=options.request_timeout,
+            files=FileStore(Path(options.files_dir).expanduser()) if options.files_dir else None,
         )
         if several:
             for line in models.plan():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,22 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from anyaccel.serve.api import chat, completions, embeddings, messages, ollama, rerank, responses, status, tokenization
+from anyaccel.serve.api import (
+    batches,
+    chat,
+    completions,
+    embeddings,
+    messages,
+    ollama,
+    rerank,
+    responses,
+    status,
+    tokenization,
+)
 from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
 from anyaccel.serve.api.models import Models
@@ -25,7 +38,7 @@ from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answe
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
 
-APIS = (status, chat, completions, responses, messages, ollama, embeddings, rerank, tokenization)
+APIS = (status, chat, completions, responses, messages, ollama, embeddings, rerank, tokenization, batches)
 PAGE = Path(__file__).parents[1] / "page"
 
 
@@ -63,6 +76,7 @@ def application(
         *([Endpoint("/", "The chat page", _file("index.html"), public=True)] if page else []),
     ]
     routes: list[BaseRoute] = [Route(each.path, _with_errors(each), methods=[each.method]) for each in addresses]
+    models.inner = _without_access(Router(routes))
     routes.append(Mount("/page", StaticFiles(directory=PAGE)))
     middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, models, addresses)]
     if origins:
@@ -76,6 +90,16 @@ def application(
         middleware.insert(0, cors)
     handlers = {HTTPException: _refused_by_starlette, Exception: _failed}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+def _without_access(router: Router) -> ASGIApp:
+    """The endpoints for the server's own requests, whose client is known."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as scope["anyaccel.held"]:
+            await router(scope, receive, send)
+
+    return answer
 
 
 def _with_errors(endpoint: Endpoint) -> Handler:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from anyaccel import host_memory
 from anyaccel.errors import AnyAccelError
@@ -23,6 +24,7 @@ from anyaccel.serve.api.sending import unless_gone
 from anyaccel.serve.interface import DeadlineError, EngineStoppedError, Stats
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.protocol.limits import HttpLimits
+from anyaccel.serve.requests.files import FileStore
 from anyaccel.serve.requests.frontend import Frontend
 from anyaccel.serve.requests.metrics import HttpMetrics, Metrics
 from anyaccel.serve.requests.stored import AnswerStore
@@ -127,6 +129,13 @@ class ServedModel:
         return name in known or name.removesuffix(_TAG) in known
 
 
+class Background(Protocol):
+    """Work beside requests."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
 class Models:
     """The models that requests may name.
 
@@ -137,6 +146,7 @@ class Models:
         cache_bytes: of each model's keys and values; 0: a quarter of what is left when it is loaded.
         idle_s: seconds after which a model without requests is unloaded; 0: never.
         wait_s: the longest that a request waits for its model.
+        files: those that clients upload; None: they cannot.
     """
 
     def __init__(
@@ -149,6 +159,7 @@ class Models:
         idle_s: float = 0.0,
         wait_s: float = 600.0,
         limits: HttpLimits | None = None,
+        files: FileStore | None = None,
     ) -> None:
         self._given = models
         self._found = found
@@ -158,6 +169,9 @@ class Models:
         self._idle_s = idle_s
         self._wait_s = wait_s
         self.limits = limits or HttpLimits()
+        self.files = files
+        self.inner: ASGIApp | None = None  # the endpoints, for requests of the server's own
+        self.batches: Background | None = None
         self.answers = AnswerStore()
         self.requests = HttpMetrics()
         self._stopping = self._draining = False
@@ -404,11 +418,15 @@ class Models:
     async def drain(self, seconds: float) -> None:
         """Take no new requests, and wait for the open ones, at most `seconds`."""
         self._draining = True
+        if self.batches is not None:
+            await self.batches.close()
         await asyncio.gather(*(each.engine.drain(seconds) for each in self.frontends()))
 
     async def close(self) -> None:
         """End all engines."""
         self._stopping = True
+        if self.batches is not None:
+            await self.batches.close()
         tasks = [*self._tasks]
         loading = [each.loading for each in (*self._given, *self._more.values()) if each.loading is not None]
         for task in tasks:

@@ -93,15 +93,18 @@ def _parse_json(body: bytes) -> Any:
 # Requests -------------------------------------------------------------------------------------------------
 
 
-async def read_body(request: Request, limits: HttpLimits) -> bytes:
+async def read_body(request: Request, limits: HttpLimits, form: bool = False) -> bytes:
     """The body of a request.
+
+    Args:
+        form: whether it is a form (multipart/form-data) instead of JSON.
 
     Raises:
         ApiError: it is too large, comes too slowly, or is not declared as JSON.
         ClientGoneError: it ends in the middle.
     """
     try:
-        _check_body_headers(request, limits)
+        _check_body_headers(request, limits, form)
     except ApiError:
         await discard_body(request.scope, request.receive, limits)
         raise
@@ -126,10 +129,13 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
     return b"".join(parts)
 
 
-def _check_body_headers(request: Request, limits: HttpLimits) -> None:
+def _check_body_headers(request: Request, limits: HttpLimits, form: bool) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if form:
+        if kind != "multipart/form-data":
+            raise ApiError(415, "the body must be a form, with the header Content-Type: multipart/form-data")
     # Browsers let the pages of other sites send other content types without a preflight request.
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    elif kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", ""):

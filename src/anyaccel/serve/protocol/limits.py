@@ -21,6 +21,10 @@ MOST_GRAMMAR: Final = 32_768
 MOST_SCHEMA: Final = 65_536  # characters of the schema as JSON
 MOST_DEPTH: Final = 48  # of a JSON schema, and of a template's own variables
 MOST_VALUES: Final = 16_384  # of a template's own variables, as JSON
+MOST_UPLOAD: Final = 64 << 20  # bytes of a file
+MOST_FILE_BYTES: Final = 1 << 30  # of all files
+MOST_BATCHES: Final = 16  # under way at once
+MOST_BATCH_LINES: Final = 50_000  # requests of a batch
 MOST_STORED_BYTES: Final = 64 << 20  # of the answers that /v1/responses keeps
 
 
