@@ -63,6 +63,17 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "classifier_bias": True,
     },
+    "embedding gemma": {
+        "model_type": "gemma3_text",
+        **_SIZES,
+        **_TOKENS,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+        "use_bidirectional_attention": True,
+    },
     "eurobert": {"model_type": "eurobert", **_SIZES, **_TOKENS, "mask_token_id": 4, "num_key_value_heads": 2},
 }
 

@@ -104,6 +104,18 @@ def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
         Embedder(tmp_path, FP32, pooling="max")
 
 
+def test_a_causal_model_without_a_head(tmp_path: Path) -> None:
+    """As E5-Mistral: weights under names without "model.", and a class that predicts nothing."""
+    model = family_cases.build("mistral").model
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["MistralModel"]
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    wanted = torch.stack([hidden_of(model, tokenizer, text)[-1] for text in TEXTS])
+    wanted = torch.nn.functional.normalize(wanted, dim=1)
+    numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted.float().numpy(), atol=1e-4)
+
+
 @pytest.mark.parametrize(("case", "activation"), [("bert", "Sigmoid"), ("roberta", "Identity")])
 def test_a_cross_encoder_scores_pairs(tmp_path: Path, case: str, activation: str) -> None:
     model, tokenizer = make(tmp_path, case, "AutoModelForSequenceClassification", labels=1)

@@ -67,7 +67,7 @@ def test_fewer_bits_cost_little(case: str, dtype: str, worst: float, saved: Any,
     assert numpy.linalg.norm(found - wanted) < worst * numpy.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("case", [each for each in encoder_models.CASES if each != "eurobert"])
+@pytest.mark.parametrize("case", [each for each in encoder_models.CASES if each not in ("eurobert", "embedding gemma")])
 def test_logits_are_those_of_sequence_classification(case: str, saved: Any, tmp_path: Path) -> None:
     model = saved(case, "AutoModelForSequenceClassification")
     wanted = numpy.concatenate([each.logits.numpy() for each in theirs(model, texts())])

@@ -151,7 +151,8 @@ def check_language_model(path: Path, config: Mapping[str, Any]) -> None:
         if not what and kind in _ENCODERS and not name.endswith(("LMHeadModel", "ForCausalLM")):
             what = "an encoder without a head that predicts the next token"
         if what:
-            raise ModelError(f"{path}: {one_line(name)} is {what}, not a language model that generates text")
+            hint = "; `anyaccel embed` and `anyaccel rerank` are for encoders" if kind in _ENCODERS else ""
+            raise ModelError(f"{path}: {one_line(name)} is {what}, not a language model that generates text{hint}")
 
 
 def _has_weights(path: Path) -> bool:

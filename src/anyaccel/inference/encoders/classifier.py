@@ -49,7 +49,8 @@ class Layer:
     eps: float = 0.0
 
     def __call__(self, x: Array) -> Array:
-        x = x @ self.weight.T
+        # Without BLAS, whose threads would wait for more work on the cores of the encoder's next text.
+        x = numpy.einsum("ti,oi->to", x, self.weight)
         if self.bias is not None:
             x = x + self.bias
         x = ACTIVATIONS[self.activation](x)

@@ -161,7 +161,7 @@ class _CausalStates:
     def __init__(self, folder: Path, options: ModelOptions, progress: Progress | None) -> None:
         if options.ranks > 1:
             raise UsageError(f"{options.rank_options}: embeddings are made in one process; `anyaccel serve` has ranks")
-        self.native = load_native(folder, options, callbacks=Callbacks(progress))
+        self.native = load_native(folder, options, callbacks=Callbacks(progress), headless=True)
 
     def check(self, pooling: Pooling) -> None:
         if pooling.modes not in (("mean",), ("last",)) or pooling.layers or not pooling.normalize:

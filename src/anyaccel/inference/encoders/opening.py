@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.registry import ENCODERS
+from anyaccel.inference.families.registry import is_encoder_family
 from anyaccel.validation import read_json
 
 # Of transformers' classes of these families. A folder of a masked LM is used as the encoder in it.
@@ -23,16 +23,16 @@ def is_encoder(model: Any) -> bool:
     if isinstance(model, str | Path):
         return is_encoder_config(config_of(Path(model).expanduser()), (*_CLASSES, "ForMaskedLM"))
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    return kind in ENCODERS and type(model).__name__.endswith(_CLASSES) and not getattr(config, "is_decoder", False)
+    if config is None or isinstance(config, Mapping) or not type(model).__name__.endswith(_CLASSES):
+        return False
+    return is_encoder_family(config.to_dict()) and not getattr(config, "is_decoder", False)
 
 
 def is_encoder_config(config: Mapping[str, Any], classes: tuple[str, ...] = (*_CLASSES, "ForMaskedLM")) -> bool:
     """Whether a config.json is of such a model."""
-    kind = config.get("model_type")
     named = config.get("architectures")
     names = [str(each) for each in named] if isinstance(named, list) else []
-    return isinstance(kind, str) and kind in ENCODERS and all(name.endswith(classes) for name in names)
+    return is_encoder_family(config) and all(name.endswith(classes) for name in names)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

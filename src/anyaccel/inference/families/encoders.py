@@ -21,6 +21,7 @@ from anyaccel.inference.families.common import (
     plain,
 )
 from anyaccel.inference.families.family import Dense, EncoderFamily
+from anyaccel.inference.families.gemma import GEMMA2, GEMMA3_DEFAULTS, gemma3
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp, Norm, RelativeBias, Rope
@@ -159,6 +160,17 @@ def eurobert(config: Config) -> DecoderSpec:
     """Llama whose tokens see both ways."""
     mlp = gated(config, config.get_bool("mlp_bias"))
     return replace(llama_like(config, bias=config.get_bool("attention_bias"), mlp=mlp, bidirectional=True), tied=True)
+
+
+def embedding_gemma(config: Config) -> DecoderSpec:
+    """Gemma 3 whose tokens see both ways, through half of the window each."""
+    layers = []
+    spec = gemma3(config, either_way=True)
+    for layer in spec.layers:
+        window = layer.softmax.window // 2 + 1 if layer.softmax.window else 0
+        layers.append(replace(layer, attention=replace(layer.softmax, bidirectional=True, window=window)))
+    alike = {layer: layer for layer in layers}
+    return replace(spec, layers=tuple(alike[layer] for layer in layers), tied=True)
 
 
 def _place(module: str, suffixes: Mapping[str, str] | None = None) -> Rule:
@@ -352,6 +364,9 @@ ENCODERS: dict[str, EncoderFamily] = {
         classifier=(Dense("/head.dense", "=classifier_activation", norm="/head.norm"), Dense("/classifier")),
         pooling="classifier_pooling",
         norm_eps="norm_eps",
+    ),
+    "gemma3_text": EncoderFamily(
+        "EmbeddingGemma", embedding_gemma, GEMMA2, GEMMA3_DEFAULTS, only_with="use_bidirectional_attention"
     ),
     "eurobert": EncoderFamily("EuroBERT", eurobert, LLAMA, LLAMA_DEFAULTS),
 }

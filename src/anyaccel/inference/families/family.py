@@ -85,9 +85,11 @@ class EncoderFamily(Family):
         pooling: the config's value that says which hidden state that is; "": it is the first token's.
         norm_eps: the config's value for norms of the classifier.
         marks_texts: tokens of a pair's second text are of type 1.
+        only_with: the config's value without which the model is a decoder; "": it is an encoder always.
     """
 
     classifier: Sequence[Dense] = ()
     pooling: str = ""
     norm_eps: str = ""
     marks_texts: bool = False
+    only_with: str = ""

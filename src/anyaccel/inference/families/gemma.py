@@ -36,8 +36,11 @@ from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one, sta
 from anyaccel.validation import Fields, check_integer, check_mapping, short_repr
 
 
-def _gemma(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0) -> DecoderSpec:
-    config.refuse("use_bidirectional_attention")
+def _gemma(
+    config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0, either_way: bool = False
+) -> DecoderSpec:
+    if not either_way:
+        config.refuse("use_bidirectional_attention")  # an encoder
     scale = config.hidden**0.5
     return decoder(config, layers, rms(config), ropes, embedding_scale=scale, logits_softcap=softcap)
 
@@ -75,8 +78,12 @@ def vaultgemma(config: Config) -> DecoderSpec:
     return gemma2(config, post_norms=False)
 
 
-def gemma3(config: Config) -> DecoderSpec:
-    """Two kinds of rotary positions; transformers does not use `attn_logit_softcapping` here."""
+def gemma3(config: Config, either_way: bool = False) -> DecoderSpec:
+    """Two kinds of rotary positions; transformers does not use `attn_logit_softcapping` here.
+
+    Args:
+        either_way: the tokens may see both ways, which is the caller's to add.
+    """
     pattern = config.integer("sliding_window_pattern")
     each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
     qk_norm = QkNorm(rms(config))
@@ -84,7 +91,7 @@ def gemma3(config: Config) -> DecoderSpec:
     full = rope_parameters_of(config, "full_attention", config.number("rope_theta", 1e6), scaled=True)
     sliding = rope_parameters_of(config, "sliding_attention", config.number("rope_local_base_freq", 1e4), False)
     ropes = tuple(rope(config, config.head_dim, parameters=each) for each in (full, sliding))
-    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
+    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0), either_way)
 
 
 def _sharing(config: Config, kinds: list[str]) -> list[int]:

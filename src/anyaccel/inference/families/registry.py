@@ -43,6 +43,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
+def is_encoder_family(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a family of encoders."""
+    kind = config.get("model_type")
+    family = ENCODERS.get(kind) if isinstance(kind, str) else None
+    return family is not None and (not family.only_with or bool(config.get(family.only_with)))
+
+
 def encoder_of(config: Mapping[str, Any]) -> EncoderFamily:
     """The family of an encoder's config.
 
@@ -50,7 +57,6 @@ def encoder_of(config: Mapping[str, Any]) -> EncoderFamily:
         Unsupported: there is none.
     """
     kind = config.get("model_type")
-    family = ENCODERS.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if not isinstance(kind, str) or not is_encoder_family(config):
         raise Unsupported(f"encoder of model_type {short_repr(kind)}")
-    return family
+    return ENCODERS[kind]

@@ -33,6 +33,7 @@ class Checkpoint:
     Attributes:
         check_all_used: called with the names of the source's tensors that the model reads.
         encoder: hidden states are wanted, and what is beside the encoder is not read.
+        headless: no logits are wanted, so that a head which is missing is not missed.
         rounded: what a model in memory has made of the frequencies of its rotary positions; None: they are as computed.
     """
 
@@ -42,6 +43,7 @@ class Checkpoint:
     check_all_used: Callable[[Iterable[str]], None] | None = None
     rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
     encoder: bool = False
+    headless: bool = False
 
     @property
     def family(self) -> Family:

@@ -99,6 +99,8 @@ class Plan:
             ropes = tuple(replace(rope, inv_freq=checkpoint.rounded(rope.inv_freq)) for rope in self.whole.ropes)
             self.whole = replace(self.whole, ropes=ropes)
         # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
+        if checkpoint.headless and not self.whole.tied and not self._has_head():
+            self.whole = replace(self.whole, tied=True)  # it is there, and nobody asks for it
         self.untied = find_untied_head(self.source, self.family, self.whole)
         if self.untied:
             self.whole = replace(self.whole, tied=False)
@@ -125,6 +127,10 @@ class Plan:
         mine += [each.name for each in self.vectors if not self._slice(each.name).zero]
         self._parts = {name: found[name] for name in mine}
         self.matrices = [self._with_format(shape, precision) for shape in matrices]
+
+    def _has_head(self) -> bool:
+        heads = self.family.names.parts(self.whole, "head")
+        return any(part.tensor in self.source for parts in heads for part in parts)
 
     def _layers_of_stages(
         self, found: Mapping[str, Sequence[_Tensor]], precision: Precision, stages: int

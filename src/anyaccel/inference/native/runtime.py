@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -164,6 +164,7 @@ def load_native(
     callbacks: Callbacks = LOGGED,
     config: Mapping[str, Any] | None = None,
     encoder: bool = False,
+    headless: bool = False,
 ) -> NativeModel:
     """Make the native decoder of a model; of a model on several ranks, this rank's part.
 
@@ -175,6 +176,7 @@ def load_native(
         model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
         config: of a TensorSource or a model in memory that has none; as config.json.
         encoder: the model's encoder is wanted, which makes hidden states and predicts no token.
+        headless: no logits are wanted of a decoder, which may have no head then.
 
     Raises:
         Unsupported: the native runtime lacks something that this model needs: its `feature`.
@@ -193,13 +195,13 @@ def load_native(
     entry = None
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
-            kind = {"encoder": True} if encoder else {}
+            kind = {"encoder": True} if encoder else {"headless": True} if headless else {}
             precision = asdict(Precision.from_options(options))
             entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
-        return _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)[0]
+        return _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)[0]
     native = _from_cache(entry, options, place, callbacks)
     if native is not None:
         return native
@@ -208,10 +210,10 @@ def load_native(
             held.enter_context(entry.locked(callbacks.raise_if_cancelled))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
-            return _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)[0]
+            return _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)[0]
         native = _from_cache(entry, options, place, callbacks)  # another process may have made it meanwhile
         if native is None:
-            native, shapes = _pack(open_checkpoint(path, encoder=encoder), options, place, callbacks)
+            native, shapes = _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)
             # Ranks of a command end with it, possibly before all is written.
             if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
                 native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
@@ -279,8 +281,10 @@ def _from_cache(
     )
 
 
-def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, encoder: bool = False) -> Checkpoint:
-    """What weights are read from: `load_native` says what `model`, `config` and `encoder` are."""
+def open_checkpoint(
+    model: Any, config: Mapping[str, Any] | None = None, encoder: bool = False, headless: bool = False
+) -> Checkpoint:
+    """What weights are read from: `load_native` says what `model`, `config`, `encoder` and `headless` are."""
     if encoder and isinstance(model, str | Path):
         from anyaccel.inference.native.checkpoint import read_encoder
 
@@ -295,6 +299,8 @@ def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, encoder
 
     path = Path(model).expanduser()
     checkpoint = read_checkpoint(path)
+    if headless:
+        return replace(checkpoint, headless=True)
     given = Fields(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [check_text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
