@@ -196,6 +196,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return self._value(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether it is there, and null."""
+        return name in self._values and self._values[name] is None
+
     def is_list(self, name: str) -> bool:
         """For values that are one number, or one for each layer."""
         return isinstance(self._value(name), list)

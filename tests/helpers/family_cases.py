@@ -752,6 +752,27 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_HYBRID,
         ),
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        common(
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=3,
+            linear_key_head_dim=10,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+    ),
+    "olmo_hybrid-plain": (
+        "OlmoHybridConfig",
+        common(
+            **_LAYERS4,
+            linear_num_key_heads=6,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_allow_neg_eigval=False,
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": None},
+        ),
+    ),
     "falcon_h1": (
         "FalconH1Config",
         common(
