@@ -71,6 +71,8 @@ class KvCache final : public Sequences {
   void extend(int sequence, int64_t tokens) override;
   int64_t reachable(int sequence, int64_t tokens) const override;
   void keep(int sequence, bool anyway) override;
+  void checkpoint(int sequence, bool take) override;
+  bool can_checkpoint(int64_t sequences) const override;
   std::vector<uint8_t*> pages(int sequence, int64_t first, int64_t count) const override;
   // The recurrent state, which a step changes: of a sequence that has been extended.
   float* state(int sequence) const;

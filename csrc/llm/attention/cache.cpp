@@ -172,7 +172,7 @@ namespace {
 std::shared_ptr<CacheState> kept_at(const CacheSequence& sequence, int64_t tokens) {
   for (const KeptState& kept : sequence.kept)
     if (kept.tokens == tokens) return kept.state;
-  return nullptr;
+  return sequence.checkpoint.tokens == tokens ? sequence.checkpoint.state : nullptr;
 }
 
 // The state of a sequence of `length` tokens becomes that of its first ones, of which there is one.
@@ -180,6 +180,7 @@ void go_back(CacheSequence& sequence, int64_t length, int64_t tokens) {
   if (tokens == length) return;
   while (!sequence.kept.empty() && sequence.kept.back().tokens > tokens) sequence.kept.pop_back();
   sequence.state = kept_at(sequence, tokens);
+  if (sequence.checkpoint.tokens > tokens) sequence.checkpoint = {};
 }
 
 }  // namespace
@@ -284,7 +285,18 @@ int64_t KvCache::reachable(int sequence, int64_t tokens) const {
   int64_t last = 0;
   for (const KeptState& kept : state.kept)
     if (kept.tokens <= tokens) last = kept.tokens;
+  if (state.checkpoint.state != nullptr && state.checkpoint.tokens <= tokens)
+    last = std::max(last, state.checkpoint.tokens);
   return last;
+}
+
+void KvCache::checkpoint(int sequence, bool take) {
+  CacheSequence& state = impl_->sequences.at(sequence);
+  state.checkpoint = take ? KeptState{state.length, state.state} : KeptState{};
+}
+
+bool KvCache::can_checkpoint(int64_t sequences) const {
+  return impl_->left() > static_cast<size_t>(sequences) * impl_->state_pages + impl_->limit_pages() / 8;
 }
 
 void KvCache::keep(int sequence, bool anyway) {

@@ -51,6 +51,7 @@ struct CacheSequence {
   std::vector<uint8_t*> data;         // of the pages: what kernels read
   std::shared_ptr<CacheState> state;  // behind the last token; null: there has been none
   std::vector<KeptState> kept;        // by tokens, all before the end or at it
+  KeptState checkpoint;               // before tokens that may be wrong; without a state: none
 };
 
 struct KvCache::Impl {
@@ -79,7 +80,7 @@ struct KvCache::Impl {
     if (state_pages == 0 || tokens == 0) return false;
     const auto own = std::count_if(sequence.kept.begin(), sequence.kept.end(),
                                    [&](const KeptState& kept) { return kept.state == sequence.state; });
-    return sequence.state == nullptr || sequence.state.use_count() > 1 + own;
+    return sequence.state == nullptr || sequence.state.use_count() > 1 + own;  // a checkpoint is not given up
   }
   // New pages that a sequence needs for more tokens; `copy`: whether its last page must be copied first.
   size_t wanted_pages(const CacheSequence& sequence, int64_t tokens, bool& copy) const;

@@ -22,6 +22,12 @@ class Sequences {
   // for it. Not where memory is scarce, unless `anyway`.
   virtual void keep(int /*sequence*/, bool /*anyway*/) {}
 
+  // Keeps the state beside those as it is now, for tokens that may be wrong, until the next call; `take` false: gives
+  // up what was kept so.
+  virtual void checkpoint(int /*sequence*/, bool /*take*/) {}
+  // Whether there is room for it in so many sequences.
+  virtual bool can_checkpoint(int64_t /*sequences*/) const { return true; }
+
   // A new sequence with the first `tokens` tokens of another, whose memory is shared as far as that goes.
   virtual int fork(int sequence, int64_t tokens) = 0;
   // Forgets all tokens from `tokens` on.

@@ -14,8 +14,7 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
     if (!exact() || !draft->exact()) throw UsageError("only the native runtime has drafts");
     const auto its = draft->lock();
     draft->check_ready();
-    if (cache().state_bytes() > 0 || draft->cache().state_bytes() > 0)
-      throw UsageError("a model with a recurrent state has no drafts, and makes none");
+    if (draft->cache().state_bytes() > 0) throw UsageError("a model with a recurrent state makes no drafts");
     if (draft->draft_ != nullptr) throw UsageError("the draft model has a draft model itself");
     if (draft->spec_.size != spec_.size || draft->spec_.stages != spec_.stages)
       throw UsageError("the draft model is divided among " + std::to_string(draft->spec_.size * draft->spec_.stages) +
@@ -50,6 +49,7 @@ int64_t Model::answers_only(const std::vector<Request*>& requests) {
 void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) {
   const auto count = static_cast<int64_t>(requests.size());
   if (!exact() || count == 0 || 2 * count > kGemvTokens || answers_only(requests) == 0) return;
+  if (cache().state_bytes() > 0 && !cache().can_checkpoint(count)) return;
   std::vector<Request*> by_lookup, by_model;
   bool always = false;
   int64_t room = kGemvTokens / count - 1;

@@ -70,8 +70,6 @@ Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, Requ
   check_options(options_);
   if (prefix_ != nullptr && prefix_->model_ != model_) throw UsageError("the prefix is a request of another model");
   const auto held = model_->lock();
-  if (options_.draft_tokens > 0 && model_->cache().state_bytes() > 0)
-    throw UsageError("draft_tokens: a model with a recurrent state has no drafts; use 0");
   if (options_.draft_model && model_->draft_ == nullptr)
     throw UsageError("draft_model: the model has no draft model; set_draft() comes first");
   if (tokens_.empty()) throw UsageError("the prompt is empty: it needs one token at least");
@@ -320,7 +318,8 @@ void Request::take(std::vector<ChosenToken> chosen) {
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();
-    model_->cache().truncate(sequence_, cached_ + accepted);
+    Sequences& cache = model_->cache();
+    cache.truncate(sequence_, cache.reachable(sequence_, cached_ + accepted));
   }
   for (ChosenToken& one : chosen) chosen_.push_back(std::move(one));
   --cached_;  // next() counts a token of the cache for each token that it gives
@@ -330,6 +329,8 @@ int64_t Request::next() {
   ChosenToken one = std::move(chosen_.front());
   chosen_.pop_front();
   ++cached_;
+  // A recurrent state that drafts have changed has gone back to before them.
+  lost_ = std::max<int64_t>(cached_ - model_->cache().length(sequence_), 0);
   random_ = one.random;
   tokens_.push_back(one.token);
   mask_.clear();
@@ -347,7 +348,7 @@ int64_t Request::next() {
 void Request::drop_chosen() {
   if (chosen_.empty()) return;
   chosen_.clear();
-  model_->cache().truncate(sequence_, cached_);
+  go_back(cached_);
 }
 
 std::vector<TokenScore> Request::take_scores() {

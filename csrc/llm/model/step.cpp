@@ -284,7 +284,8 @@ void Model::recover(const std::vector<Request*>& requests) {
     const auto pass = [&](int64_t first, int64_t last, const Pass& how) {
       std::vector<Work> work{{request->sequence_, request->tokens_.data() + first, last - first, context, !how.prompt}};
       work.back().keep = request->keep_;
-      if (request->options_.keep_states) work.back().keep = (request->prompt_ - 1) / kPageTokens * kPageTokens;
+      if (request->options_.keep_states)
+        work.back().keep = (how.prompt ? request->prompt_ - 1 : last) / kPageTokens * kPageTokens;
       process(work, how, {}, NoLogits{});
     };
     pass(begin, of_prompt, {most_tokens(), true, true});
@@ -294,8 +295,13 @@ void Model::recover(const std::vector<Request*>& requests) {
 }
 
 void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {
-  for (Request* request : requests) request->share_prefix();
+  for (Request* request : requests) {
+    request->share_prefix();
+    cache().checkpoint(request->sequence_, false);
+  }
   recover(requests);
+  for (Request* request : requests)
+    if (request->drafted_ > 0) cache().checkpoint(request->sequence_, true);
   for (Request* request : requests) {
     // As transformers does with longrope: the cache is made anew when the context grows beyond the short factors.
     const int64_t length = static_cast<int64_t>(request->tokens_.size()) - request->drafted_;

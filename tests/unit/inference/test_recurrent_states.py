@@ -127,9 +127,74 @@ def test_states_count_in_the_limit(case: str) -> None:
     assert model.cache_used_bytes == 2 * (state + page)
 
 
-def test_drafts_are_refused() -> None:
-    model = native_models.native("lfm2")
-    with pytest.raises(UsageError, match="a model with a recurrent state has no drafts"):
-        _request(model, [1, 2, 3], draft_tokens=4)
-    with pytest.raises(UsageError, match="has no drafts"):
-        model.set_draft(native_models.native("llama"))
+def _drafting(model: Any, texts: list[list[int]]) -> dict[str, Any]:
+    """Options of answers whose drafts are right for some tokens, then wrong: as many as come before are even or odd."""
+
+    def drafts(so_far: list[int], before: list[int], made: list[int]) -> list[int]:
+        text = next(each for each in texts if each[: len(so_far)] == so_far)
+        right = text[len(so_far) :][: 1 + len(so_far) % 4]
+        return [*right, (right[-1] + 1) % VOCAB] if right and len(so_far) % 3 else right
+
+    model.set_draft(native_models.native("llama", positions=512), lambda tokens: tokens, drafts)
+    return {"draft_tokens": 5, "draft_always": True, "draft_model": True, "keep_states": True}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_give_the_same_tokens(case: str) -> None:
+    """States go back behind wrong drafts, also in company, over the ends of blocks, and where the next turn goes on."""
+    model = native_models.native(case, positions=512, threads=2)
+    prompts = [_prompt(50), _prompt(70, 4)]
+    wanted = [_finish(model, [_request(model, prompt, 40)])[0][0] for prompt in prompts]
+    further = _prompt(5, 8)
+    after = [
+        _finish(model, [_request(model, [*prompt, *answer, *further], 10)])[0][0]
+        for prompt, answer in zip(prompts, wanted, strict=True)
+    ]
+    texts = [[*a, *b] for a, b in zip(prompts, wanted, strict=True)]
+    options = _drafting(model, texts + [[*a, *further, *b] for a, b in zip(texts, after, strict=True)])
+    requests = [_llm.Request(model, prompt, {"max_new_tokens": 40, **options}) for prompt in prompts]
+    while active := [each for each in requests if not each.finished]:
+        model.step(active, exact=True)
+    assert [each.tokens for each in requests] == wanted
+    for request, want in zip(requests, after, strict=True):
+        drafted, accepted = request.drafts
+        assert 5 < accepted < drafted - 5
+        request.extend(further, 10)
+        while not request.finished:
+            model.step([request], exact=True)
+        assert request.tokens == want
+        request.finish()
+    assert model.cache_used_bytes == 0
+
+
+def test_an_answer_with_drafts_that_stops_in_the_middle() -> None:
+    """Tokens that were chosen and not given are forgotten, states and all."""
+    model = native_models.native("lfm2", positions=512, threads=1)
+    prompt = _prompt(50)
+    wanted = _finish(model, [_request(model, prompt, 30)])[0][0]
+    options = _drafting(model, [[*prompt, *wanted]])
+    for steps in range(1, 20):
+        request = _llm.Request(model, prompt, {"max_new_tokens": 30, **options})
+        for _ in range(steps):
+            model.step([request], exact=True)
+        assert request.tokens == wanted[:steps]
+        request.shrink(len(prompt) + steps - 1)
+        while not request.finished:
+            model.step([request], exact=True)
+        assert request.tokens == wanted
+        request.finish()
+
+
+def test_a_model_with_states_makes_no_drafts() -> None:
+    with pytest.raises(UsageError, match="a model with a recurrent state makes no drafts"):
+        native_models.native("llama").set_draft(native_models.native("lfm2"))
+
+
+def test_where_memory_is_scarce_there_are_no_drafts() -> None:
+    whole = native_models.native("mamba2", positions=512)
+    state, page = whole.cache_bytes_per_state(), 64 * whole.cache_bytes_per_token()
+    model = native_models.native("mamba2", positions=512, cache_limit=state + 3 * page)
+    request = _llm.Request(model, [5, 6, 7, 8] * 10, {"max_new_tokens": 20, "draft_tokens": 5, "draft_always": True})
+    while not request.finished:
+        model.step([request], exact=True)
+    assert request.drafts == (0, 0) and len(request.tokens) == 20
