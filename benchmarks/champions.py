@@ -245,12 +245,13 @@ class Peer:
     folder: Path
     options: tuple[str, ...] = ()
     bench_options: tuple[str, ...] = ()
+    batched_options: tuple[str, ...] = ()
     depth_option: str = "-d"
 
     def rates(self, file: Path, points: Points) -> Rates:
         found: Rates = {}
         lengths = ",".join(map(str, points.prompts))
-        for row in self._bench(file, points, "-p", lengths, "-n", "0"):
+        for row in self._bench(file, points, "-p", lengths, "-n", "0") if lengths else ():
             found[f"prompt {row['n_prompt']}"] = row["samples_ts"]
         if 1 in points.batches:
             for row in self._bench(file, points, "-p", "0", "-n", str(points.new)):
@@ -271,16 +272,18 @@ class Peer:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
         if done.returncode:
             raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-        return done.stdout
+        return done.stdout + done.stderr  # ik_llama.cpp's llama-batched-bench prints its table among errors
 
     def _bench(self, file: Path, points: Points, *words: str) -> list[dict[str, Any]]:
         out = self._run("llama-bench", file, points, "-r", "2", "-o", "json", *self.bench_options, *words)
-        return list(json.loads(out[out.index("[") :]))
+        found, _ = json.JSONDecoder().raw_decode(out, out.index("[\n"))
+        return list(found)
 
     def _batched(self, file: Path, points: Points, counts: Sequence[int]) -> Rates:
         prompt = 16
         words = ["-c", str(max(counts) * (prompt + points.new) + 256), "-npp", str(prompt), "-ntg", str(points.new)]
-        out = self._run("llama-batched-bench", file, points, *words, "-npl", ",".join(map(str, counts)))
+        words += ["-npl", ",".join(map(str, counts)), *self.batched_options]
+        out = self._run("llama-batched-bench", file, points, *words)
         rows = re.findall(r"^\|\s*\d+ \|\s*\d+ \|\s*(\d+) \|(?:[^|]*\|){4}\s*([\d.]+) \|", out, re.MULTILINE)
         return {f"decode {count}": [float(rate)] for count, rate in rows}
 
@@ -422,7 +425,7 @@ def peers(options: argparse.Namespace) -> list[Peer]:
         if not (Path(folder) / "llama-bench").exists():
             raise SystemExit(f"--peer {text}: no llama-bench in {folder!r}")
         if name.startswith("ik"):  # repacks weights as it loads them, which it leaves to the user to ask for
-            found.append(Peer(name, Path(folder), ("-fa", "1"), ("-rtr", "1", "-fmoe", "1"), "-gp"))
+            found.append(Peer(name, Path(folder), ("-fa", "1"), ("-rtr", "1", "-fmoe", "1"), ("-rtr",), "-gp"))
         else:
             found.append(Peer(name, Path(folder), ("-fa", "1")))
     return found

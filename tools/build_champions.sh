@@ -40,4 +40,7 @@ if [ -z "${IK_LLAMA_CPP:-}" ]; then
   IK_LLAMA_CPP=$folder/source-ik_llama.cpp
   [ -d "$IK_LLAMA_CPP" ] || git clone -q --depth 1 https://github.com/ikawrakow/ik_llama.cpp "$IK_LLAMA_CPP"
 fi
+# Its batches are of token 0 alone, which takes the same experts in each sequence; llama.cpp's are random.
+sed -i 's/common_batch_add(batch, 0, /common_batch_add(batch, std::rand() % llama_n_vocab(model), /' \
+  "$IK_LLAMA_CPP/examples/batched-bench/batched-bench.cpp"
 build ik_llama.cpp "$IK_LLAMA_CPP"

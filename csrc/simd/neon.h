@@ -167,12 +167,16 @@ struct Quads {
 inline Quads load_quads(const uint8_t* p) { return {read<int8x16_t>(p)}; }
 using Table = int8x16_t;
 inline Table load_table(const int8_t* codes) { return vld1q_s8(codes); }
+inline Nibbles look_up(Table table, Nibbles index) {
+  const auto of = [&](IVec v) { return vreinterpretq_s32_s8(vqtbl1q_s8(table, vreinterpretq_u8_s32(v))); };
+  return {of(index.low), of(index.high)};
+}
 struct Codes {
   Quads low, high;
 };
 inline Codes load_codes(const uint8_t* p, Table table) {
-  const Nibbles index = load_nibbles(p);
-  return {{vqtbl1q_s8(table, vreinterpretq_u8_s32(index.low))}, {vqtbl1q_s8(table, vreinterpretq_u8_s32(index.high))}};
+  const Nibbles bytes = look_up(table, load_nibbles(p));
+  return {{vreinterpretq_s8_s32(bytes.low)}, {vreinterpretq_s8_s32(bytes.high)}};
 }
 
 #ifndef ANYACCEL_NEON_DOT

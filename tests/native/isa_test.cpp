@@ -121,10 +121,11 @@ void test_variants() {
   CHECK(gemv(Isa::avx_vnni) != gemv(Isa::avx2) && gemv(Isa::avx_vnni) != gemv(Isa::avx512));
   CHECK(gemv(Isa::amx) == gemv(Isa::avx512_vnni));
   const auto gemm = [](Isa isa, Format format, int group) { return &llm::gemm_kernels(isa, {format, 16, 32, group}); };
-  const llm::GemmKernels* vnni = find_variant<llm::IntegerGemmKernels>(Isa::avx_vnni);
+  const auto* vnni = find_variant<llm::IntegerGemmKernels>(Isa::avx_vnni);
   const llm::GemmKernels* floats = &pick<llm::GemmKernels>(Isa::avx2);
   CHECK(gemm(Isa::avx_vnni, Format::i4, 32) == vnni && gemm(Isa::avx_vnni, Format::i8, 0) == vnni);
-  CHECK(gemm(Isa::avx_vnni, Format::i8, 16) == floats && gemm(Isa::avx_vnni, Format::bf16, 0) == floats);
+  CHECK(gemm(Isa::avx_vnni, Format::i6, 16) == vnni->halves && gemm(Isa::avx_vnni, Format::bf16, 0) == floats);
+  CHECK(gemm(Isa::avx2, Format::i3, 16) != floats && gemm(Isa::avx2, Format::i6, 16) == floats);
   CHECK(gemm(Isa::avx2, Format::i8, 0) == floats && gemm(Isa::avx2, Format::i4, 32) != vnni);
   CHECK(gemm(Isa::avx512, Format::i8, 0) == &pick<llm::GemmKernels>(Isa::avx512));
 }

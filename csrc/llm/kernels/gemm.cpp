@@ -177,10 +177,12 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
   const bool fits_pairs = format != Format::f32 && format != Format::f16;
   if (fits_pairs)
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
-  // Sums of integers need one scale a unit.
-  if (is_quantised(format) && shape.group != kUnit / 2)
-    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa))
-      if (format == Format::i4 || kernels->eight_bits) return *kernels;
+  if (is_quantised(format))
+    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa)) {
+      const FormatRow& row = row_of(format);
+      const GemmKernels* of_group = shape.group == kUnit / 2 ? kernels->halves : kernels;
+      if (of_group != nullptr && (kernels->eight_bits || (row.bits <= 4 && row.codes == nullptr))) return *of_group;
+    }
   if (fits_pairs)
     if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
   return pick<GemmKernels>(isa);

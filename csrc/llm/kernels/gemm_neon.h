@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "llm/kernels/expand.h"
 #include "llm/kernels/gemm_kernels.h"
-#include "llm/pack/bit_planes.h"
 #include "simd/simd.h"
 
 namespace anyaccel::llm {
@@ -22,17 +22,14 @@ inline const uint8_t* signed_unit(const BlockLayout& layout, const uint8_t* bloc
   const FormatRow& format = row_of(layout.format);
   const uint8_t* from = block + layout.unit_at(unit * kUnit);
   if (layout.format == Format::i8) return from;
-  const int plus = format.codes != nullptr || layout.minimum ? 0 : -(1 << (format.bits - 1));
-  if (layout.format != Format::i4) {
-    expand_unit(format, from, plus, lines);
-    return lines;
-  }
-  const int8x16_t added = vdupq_n_s8(static_cast<int8_t>(plus));
-  for (int b = 0; b < 4 * kPlaneLine; b += 16) {
-    const Nibbles both = load_nibbles(from + b);
-    uint8_t* to = lines + b / kPlaneLine * 2 * kPlaneLine + b % kPlaneLine;
-    vst1q_s8(reinterpret_cast<int8_t*>(to), vaddq_s8(vreinterpretq_s8_s32(both.low), added));
-    vst1q_s8(reinterpret_cast<int8_t*>(to + kPlaneLine), vaddq_s8(vreinterpretq_s8_s32(both.high), added));
+  const int plus = layout.minimum ? 0 : -(1 << (format.bits - 1));
+  if (format.codes != nullptr) {
+    const Table table = load_table(format.codes);
+    expand_unit(format, from, lines, [&](Nibbles index) { return look_up(table, index); });
+  } else {
+    const int8x16_t added = vdupq_n_s8(static_cast<int8_t>(plus));
+    const auto with = [&](IVec v) { return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(v), added)); };
+    expand_unit(format, from, lines, [&](Nibbles values) { return Nibbles{with(values.low), with(values.high)}; });
   }
   return lines;
 }

@@ -138,7 +138,8 @@ constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
                                        .begin = nullptr,
                                        .end = nullptr,
                                        .multiply_symmetric = multiply<false>},
-                                      true};
+                                      true,
+                                      nullptr};
 
 }  // namespace
 }  // namespace anyaccel::llm
