@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "check.h"
+#include "llm/kernels/gemm.h"
 #include "llm/kernels/gemv.h"
 #include "llm/kernels/multiply.h"
 #include "llm/pack/grouped.h"
@@ -332,6 +333,30 @@ void test_threads() {
   for (size_t i = 0; i < (size_t{5} << 20) + 3; i += 4096) CHECK(static_cast<uint8_t*>(large.get())[i] == 0);
 }
 
+// More tokens than one product holds, in turns while a part of the weights is in a cache: as 16 at a time.
+void test_turns() {
+  constexpr int kTokens = 41, kRows = 700, kCols = 1100;
+  for (const Shape& shape : shapes_of(kRows, kCols)) {
+    if (gemm_from(shape) <= kTokens || kQuick || kEmulated) continue;
+    const Case what = make_case(shape, 61);
+    const std::vector<float> x = random_floats(kTokens * kCols, 62);
+    std::vector<int32_t> rows(kTokens);
+    for (int t = 0; t < kTokens; ++t) rows[static_cast<size_t>(t)] = (t * 7 + 3) % kTokens;
+    Input input;
+    input.reserve(shape, kTokens);
+    for (int part = 0; part < 3; ++part) input.prepare(shape, x.data(), kCols, rows.data(), kTokens, part, 3);
+    CHECK(!input.gemm());
+    std::vector<float> got(kTokens * kRows), expected(got.size());
+    for (int part = 0; part < 3; ++part) multiply(what.matrix, input, {got.data(), kRows}, part, 3);
+    for (int first = 0; first < kTokens; first += kGemvTokens) {
+      const int count = std::min(kGemvTokens, kTokens - first);
+      input.prepare(shape, x.data(), kCols, rows.data() + first, count, 0, 1);
+      multiply(what.matrix, input, {expected.data() + first * kRows, kRows}, 0, 1);
+    }
+    CHECK(got == expected);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -350,6 +375,7 @@ int main() {
   test_not_finite();
   test_unpack();
   test_threads();
+  test_turns();
   std::printf("ok\n");
   return 0;
 }

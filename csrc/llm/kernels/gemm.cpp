@@ -157,6 +157,13 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
   if (kernels.end != nullptr) kernels.end();
 }
 
+int gemm_from(const Shape& shape) {
+  const GemmKernels& kernels = gemm_kernels(selected_isa(), shape);
+  // Floats have a fraction of the rate of gemv's integers.
+  const bool as_floats = kernels.operands == GemmKernels::Operands::floats && is_quantised(shape.format);
+  return as_floats ? kNeverGemm : kernels.from_tokens;
+}
+
 size_t gemm_bytes(const Shape& shape, int64_t tokens) {
   return gemm_bytes_on(gemm_kernels(selected_isa(), shape), shape, tokens);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with more than kGemvTokens tokens: blocked for the caches, bound by arithmetic.
+// Products with many tokens: blocked for the caches, bound by arithmetic.
 #pragma once
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,6 +11,9 @@
 
 namespace anyaccel::llm {
 
+// The fewest tokens for which gemm is faster than gemv; kNeverGemm: there is no such number.
+constexpr int kNeverGemm = INT_MAX;
+int gemm_from(const Shape& shape);
 // Bytes that gemm_prepare() writes for up to `tokens` tokens (a multiple of 64), for matrices of that format, group
 // and number of columns, with the selected instruction set. Grows with `tokens`.
 size_t gemm_bytes(const Shape& shape, int64_t tokens);

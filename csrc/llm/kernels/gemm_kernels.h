@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "llm/kernels/multiply.h"
 #include "llm/pack/grouped.h"
 #include "simd/isa.h"
 
@@ -53,6 +54,8 @@ struct GemmKernels {
   decltype(multiply) multiply_bf16 = nullptr;
   // As multiply(), of weights without minima; null: it is multiply() too.
   decltype(multiply) multiply_symmetric = nullptr;
+  // Fewer tokens are multiplied faster by gemv, kGemvTokens after kGemvTokens.
+  int from_tokens = kGemvTokens + 1;
 };
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.

@@ -224,7 +224,10 @@ constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .unpack = unpack<kParts>,
                             .multiply = multiply<kParts>,
                             .begin = nullptr,
-                            .end = nullptr};
+                            .end = nullptr,
+                            .from_tokens = kLanes < 16   ? kGemvTokens + 1
+                                           : kParts == 1 ? 129
+                                                         : 65};
 constexpr IntegerGemmKernels kKernels{kGemm<1>, kBytes, &kGemm<2>};
 
 }  // namespace

@@ -13,6 +13,23 @@
 namespace anyaccel::llm {
 namespace {
 
+// Weights that stay in the L2 cache beside activations.
+constexpr size_t kCacheBytes = size_t{256} << 10;
+
+size_t turns_bytes(const Shape& shape, int64_t tokens) {
+  const int64_t turns = (tokens + kGemvTokens - 1) / kGemvTokens;
+  return gemv_bytes(shape, kGemvTokens) * static_cast<size_t>(std::max<int64_t>(turns - 1, 0)) +
+         gemv_bytes(shape, static_cast<int>(tokens - std::max<int64_t>(turns - 1, 0) * kGemvTokens));
+}
+
+// Calls fn(first token, number of tokens, offset of their activations) for each turn of gemv.
+template <class Fn>
+void each_turn(const Shape& shape, int tokens, const Fn& fn) {
+  const size_t bytes = gemv_bytes(shape, kGemvTokens);
+  for (int first = 0; first < tokens; first += kGemvTokens)
+    fn(first, std::min(tokens - first, kGemvTokens), bytes * static_cast<size_t>(first / kGemvTokens));
+}
+
 const GemvKernels& selected_gemv() {
   static const GemvKernels& kernels = pick<GemvKernels>(selected_isa());
   return kernels;
@@ -36,8 +53,8 @@ size_t gemv_bytes(const Shape& shape, int tokens) {
 
 void Input::reserve(const Shape& shape, int64_t tokens) {
   check(shape);
-  size_t bytes = gemv_bytes(shape, static_cast<int>(std::min<int64_t>(tokens, kGemvTokens)));
-  if (tokens > kGemvTokens) bytes = std::max(bytes, gemm_bytes(shape, tokens));
+  size_t bytes = turns_bytes(shape, std::min<int64_t>(tokens, gemm_from(shape) - 1));
+  if (tokens > kGemvTokens && gemm_from(shape) != kNeverGemm) bytes = std::max(bytes, gemm_bytes(shape, tokens));
   if (bytes <= bytes_) return;
   memory_ = allocate_weights(bytes);
   bytes_ = bytes;
@@ -45,7 +62,8 @@ void Input::reserve(const Shape& shape, int64_t tokens) {
 
 void Input::prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
                     int parts, bool always_gemm) noexcept {
-  const bool gemm = always_gemm || tokens > kGemvTokens;
+  const int from = gemm_from(shape);
+  const bool gemm = from != kNeverGemm && (always_gemm || tokens >= from);
   // One writer: the others see it after the barrier.
   if (part == 0) {
     tokens_ = tokens;
@@ -55,12 +73,14 @@ void Input::prepare(const Shape& shape, const float* x, int64_t stride, const in
     gemm_prepare(shape, x, stride, rows, tokens, data(), part, parts);
     return;
   }
-  if (gemv_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
-  GemvInput input{layout_of(shape), x, stride, rows, tokens, data(), 0, 0};
-  const Range groups = part_of(input.layout.padded_cols / kActivationGroup, part, parts);
-  input.begin = groups.begin;
-  input.end = groups.end;
-  selected_gemv().prepare(input);
+  if (turns_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
+  const BlockLayout layout = layout_of(shape);
+  const Range groups = part_of(layout.padded_cols / kActivationGroup, part, parts);
+  each_turn(shape, tokens, [&](int first, int count, size_t offset) {
+    const float* from = rows != nullptr ? x : x + first * stride;
+    const int32_t* own_rows = rows != nullptr ? rows + first : nullptr;
+    selected_gemv().prepare({layout, from, stride, own_rows, count, data() + offset, groups.begin, groups.end});
+  });
 }
 
 Blocks blocks_of(const Shape& shape, int part, int parts) {
@@ -75,8 +95,16 @@ void multiply(const Matrix& w, const Input& x, const Output& out, int part, int 
   }
   const Shape& shape = w.shape();
   const Blocks blocks = blocks_of(shape, part, parts);
-  selected_gemv().multiply(
-      {layout_of(shape), w.block(0), shape.rows, x.data(), x.tokens(), out, blocks.begin, blocks.end});
+  const BlockLayout layout = layout_of(shape);
+  const int64_t chunk = x.tokens() <= kGemvTokens ? std::max<int64_t>(blocks.end - blocks.begin, 1)
+                                                  : static_cast<int64_t>(kCacheBytes / layout.block_bytes) + 1;
+  for (int64_t begin = blocks.begin; begin < blocks.end; begin += chunk)
+    each_turn(shape, x.tokens(), [&](int first, int count, size_t offset) {
+      Output to = out;
+      to.data += first * out.stride;
+      selected_gemv().multiply(
+          {layout, w.block(0), shape.rows, x.data() + offset, count, to, begin, std::min(begin + chunk, blocks.end)});
+    });
 }
 
 }  // namespace anyaccel::llm

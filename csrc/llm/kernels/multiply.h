@@ -10,8 +10,9 @@
 
 namespace anyaccel::llm {
 
-// Products with up to this many tokens read the weights once ("gemv"); more are blocked for the caches
-// ("gemm").
+// Products with up to this many tokens read the weights once ("gemv"); many are blocked for the caches ("gemm"). What
+// is between, and which that is (gemm_from()), is multiplied by gemv in turns while a part of the weights is in a
+// cache.
 constexpr int kGemvTokens = 16;
 
 // Activations x[tokens, cols] in the form in which matrices of one format are multiplied: made once, used by all
@@ -22,9 +23,9 @@ class Input {
   // std::bad_alloc.
   void reserve(const Shape& shape, int64_t tokens);
 
-  // Which form is made depends on `tokens` (gemv or gemm; always gemm where the caller says so) and on the instruction
-  // set. Row i is row rows[i] of x, or row i when `rows` is null. With parts > 1 the caller's threads share the work,
-  // and all must have returned (a barrier) before the result is used. Never allocates.
+  // Which form is made depends on `tokens` (gemv or gemm; where the caller says so not on them, and mostly gemm) and on
+  // the instruction set. Row i is row rows[i] of x, or row i when `rows` is null. With parts > 1 the caller's threads
+  // share the work, and all must have returned (a barrier) before the result is used. Never allocates.
   void prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part, int parts,
                bool always_gemm = false) noexcept;
   bool gemm() const { return gemm_; }
