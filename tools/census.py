@@ -168,7 +168,10 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             if past is None:
                 break
             end = tokens.shape[1] - step
-            output = model(tokens[:, end : end + 1], use_cache=True, **{name: past})
+            more = {name: past}
+            if model.config.model_type == "bamba":  # which counts cached positions from 0
+                more["position_ids"] = torch.tensor([[end]])
+            output = model(tokens[:, end : end + 1], use_cache=True, **more)
             parts.append(output.logits)
     return torch.cat(parts, 1)
 

@@ -9,6 +9,7 @@ import pytest
 
 import census
 from anyaccel.inference.families.registry import FAMILIES
+from anyaccel.inference.families.text_part import READS
 
 RECORDED = json.loads(census.FILE.read_text())
 
@@ -19,7 +20,7 @@ def test_each_model_of_transformers_is_listed() -> None:
 
 def test_what_is_native_is_a_family() -> None:
     native = {name for name, found in RECORDED.items() if found["way"] == "native"}
-    assert native <= FAMILIES.keys() | {"gpt-sw3"}  # whose configuration is GPT-2's
+    assert native <= FAMILIES.keys() | READS.keys() | {"gpt-sw3"}  # whose configuration is GPT-2's
 
 
 @pytest.mark.slow
