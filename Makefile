@@ -191,7 +191,7 @@ soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break
 	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients .venv-agents .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
@@ -216,10 +216,19 @@ bench-champions: $(STAMP)-dev $(STAMP)-build ## ours beside ik_llama.cpp and lla
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q instructor openai langchain-openai  # with the others, pip takes old ones
 	.venv-clients/bin/python -m pip install -q anthropic ollama schemathesis playwright kubernetes-validate
-	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk ollama
+	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk ollama \
+	  openai ai @ai-sdk/openai-compatible zod promptfoo @anthropic-ai/claude-code
 	@touch $@
 
-serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page
+# Libraries for agents want other versions of what the clients want.
+.venv-agents/.stamp:
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q uv  # pip takes a quarter of an hour to choose versions
+	.venv-agents/bin/uv pip install -q --python .venv-agents/bin/python litellm "pydantic-ai-slim[openai]" openai-agents llama-index-llms-openai-like llm \
+	  inspect-ai "smolagents[openai]" dspy
+	@touch $@
+
+serve-clients: .venv-clients/.stamp .venv-agents/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page
 
 # lm-evaluation-harness and vLLM's CPU build want versions of their own, and vLLM a gigabyte.
 .venv-eval/.stamp:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other programs ask a server with: clients of its APIs, instructor, LangChain, schemathesis, a browser.
 
-They are in an environment of their own, which `make serve-clients` makes.
+They are in environments of their own, which `make serve-clients` makes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from serve_process import serving
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv-clients" / "bin"
+AGENTS = ROOT / ".venv-agents"
 CLIENTS = ROOT / "tests" / "clients"
 
 pytestmark = [
@@ -40,7 +41,7 @@ def test_openais_client_and_langchain() -> None:
         run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
 
 
-@pytest.mark.parametrize("script", ["anthropic_client.mjs", "ollama_client.mjs"])
+@pytest.mark.parametrize("script", ["openai_client.mjs", "ai_sdk.mjs", "anthropic_client.mjs", "ollama_client.mjs"])
 def test_clients_in_javascript(script: str) -> None:
     if not (BIN.parent / "node_modules").is_dir():
         pytest.skip("no npm when .venv-clients was made")
@@ -52,6 +53,55 @@ def test_clients_in_javascript(script: str) -> None:
 def test_clients_of_other_apis(script: str) -> None:
     with serving("--key", "sesame") as server:
         run(BIN / "python", CLIENTS / script, server.url)
+
+
+@pytest.mark.parametrize(
+    "library",
+    ["litellm", "pydantic_ai", "openai_agents", "llama_index", "llm", "smolagents", "dspy", "inspect_ai"],
+)
+def test_libraries_for_agents(library: str, tmp_path: Path) -> None:
+    if not (AGENTS / "bin" / "python").exists():
+        pytest.skip("no .venv-agents: make serve-clients")
+    environment = {
+        "HOME": str(tmp_path),
+        "LLM_USER_PATH": str(tmp_path / "llm"),
+        "DSPY_CACHEDIR": str(tmp_path / "dspy"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of one from the network
+    }
+    with serving("--key", "sesame") as server:
+        said = run(
+            AGENTS / "bin" / "python", CLIENTS / "frameworks.py", server.url, library, cwd=tmp_path, **environment
+        )
+    assert said.endswith(f"{library} answers\n")
+
+
+def program(name: str) -> Path:
+    """A program of npm's packages."""
+    found = BIN.parent / "node_modules" / ".bin" / name
+    if not found.exists():
+        pytest.skip("no npm when .venv-clients was made")
+    return found
+
+
+def test_promptfoo(tmp_path: Path) -> None:
+    off = {"PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1", "PROMPTFOO_CONFIG_DIR": str(tmp_path)}
+    command = [program("promptfoo"), "eval", "--no-cache", "--no-progress-bar", "-c", CLIENTS / "promptfoo.yaml"]
+    with serving("--key", "sesame") as server:
+        said = run(*command, cwd=tmp_path, SERVER_URL=server.url, **off)
+    assert "1 passed" in said
+
+
+def test_claude_code(tmp_path: Path) -> None:
+    environment = {
+        "ANTHROPIC_AUTH_TOKEN": "sesame",
+        "ANTHROPIC_MODEL": "fake",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "fake",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "HOME": str(tmp_path),
+    }
+    with serving("--key", "sesame", "--context", "1000000") as server:
+        said = run(program("claude"), "-p", "hello", cwd=tmp_path, ANTHROPIC_BASE_URL=server.url, **environment)
+    assert "You said: " in said and "hello" in said
 
 
 def test_instructor_gets_its_objects() -> None:

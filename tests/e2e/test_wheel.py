@@ -88,6 +88,7 @@ def test_the_sdist_has_what_builds_tests_and_explains(sdist):
         ".venv",
         ".venv-bench",
         ".venv-clients",
+        ".venv-agents",
         "benchmarks",
         "build",
     }

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--root-path", default="")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--connections", type=int)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
     connection._LINGER_S = 60.0  # a busy machine may take its time for what a client still sends
@@ -54,6 +56,7 @@ def main() -> None:
 
         def __init__(self) -> None:
             super().__init__(_answer)
+            self.facts = replace(self.facts, context=options.context)
             self.draining: asyncio.Event | None = None
 
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -117,7 +120,7 @@ def _answer(request: object) -> str:
     text, asked = _text(prompt), _asked(prompt)
     if asked == "markdown":
         return (_ROOT / "tests" / "data" / "answers" / "markdown.md").read_text()
-    if asked == "weather":
+    if asked == "weather" and "<tool>" not in text.rpartition("<user>")[2]:  # until its result is there
         return '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
     return text if asked == "prompt" else f"You said: {asked}"
 
