@@ -134,7 +134,7 @@ def _check_body_headers(request: Request, limits: HttpLimits, form: bool) -> Non
     if form:
         if kind != "multipart/form-data":
             raise ApiError(415, "the body must be a form, with the header Content-Type: multipart/form-data")
-    # Browsers let the pages of other sites send other content types without a preflight request, and say whose they are.
+    # Browsers let the pages of other sites send other content types without a preflight request, with their origin.
     elif not kind and "origin" not in request.headers:
         pass  # some of Ollama's clients declare nothing
     elif kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
