@@ -268,8 +268,10 @@ class Peer:
         return found
 
     def _run(self, program: str, file: Path, points: Points, *words: str) -> str:
-        command = [self.folder / program, "-m", file, "-t", str(points.threads), *self.options, *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+        command = [self.folder.resolve() / program, "-m", file.resolve(), "-t", str(points.threads)]
+        command += [*self.options, *words]
+        # ik_llama.cpp writes a log to where it is started.
+        done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=_TIMEOUT)
         if done.returncode:
             raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
         return done.stdout + done.stderr  # ik_llama.cpp's llama-batched-bench prints its table among errors
