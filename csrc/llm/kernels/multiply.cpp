@@ -77,9 +77,9 @@ void Input::prepare(const Shape& shape, const float* x, int64_t stride, const in
   const BlockLayout layout = layout_of(shape);
   const Range groups = part_of(layout.padded_cols / kActivationGroup, part, parts);
   each_turn(shape, tokens, [&](int first, int count, size_t offset) {
-    const float* from = rows != nullptr ? x : x + first * stride;
+    const float* own_x = rows != nullptr ? x : x + first * stride;
     const int32_t* own_rows = rows != nullptr ? rows + first : nullptr;
-    selected_gemv().prepare({layout, from, stride, own_rows, count, data() + offset, groups.begin, groups.end});
+    selected_gemv().prepare({layout, own_x, stride, own_rows, count, data() + offset, groups.begin, groups.end});
   });
 }
 
