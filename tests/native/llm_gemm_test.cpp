@@ -167,7 +167,9 @@ void check_product(const Case& c, int tokens, Isa isa, int parts, const Variant&
       worst = std::isnan(error) ? INFINITY : std::max(worst, error);
     }
   }
-  if (!(worst < 2e-6)) {
+  // To its codes, of at most 12, some instruction sets add 128, which they subtract from the sums.
+  const double limit = shape.format == Format::fp4 ? 2e-5 : 2e-6;
+  if (!(worst < limit)) {
     std::fprintf(stderr, "%s format %d group %d: %lld x %lld, %d tokens, %d parts: error %g\n", isa_name(isa),
                  static_cast<int>(shape.format), shape.group, static_cast<long long>(shape.rows),
                  static_cast<long long>(shape.cols), tokens, parts, worst);
