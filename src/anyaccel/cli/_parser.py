@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.numerals import parse_integer, parse_number
 from anyaccel.terminal import did_you_mean, fitted, terminal_width
 
@@ -78,7 +78,13 @@ class Parser(argparse.ArgumentParser):
         strict_numbers(self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file or sys.stderr)
+        try:
+            print(message, end="", file=file or sys.stderr)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            (file or sys.stderr).flush()  # fails again, but for a text that is larger than the stream's buffer
+            raise AnyAccelError(f"standard output cannot be written ({error.strerror or error})") from None
 
     def error(self, message: str) -> NoReturn:
         start, _, rest = message.partition("unrecognized arguments: ")

@@ -112,7 +112,7 @@ def packed(tensors: list[Any], cols: range = range(COLS)) -> OneMatrix:
     shape = choose(MatrixShape("w", rows, len(cols)), Precision(None), [stored_format(each, cols) for each in tensors])
     matrix, at = OneMatrix(shape), 0
     for tensor in tensors:
-        part = _Tensor("w", tensor, range(tensor.shape[0]), tensor.shape[1], 0.0)
+        part = _Tensor("w", tensor, range(tensor.shape[0]), tensor.shape[1], 0.0, 1.0)
         _pack(matrix, shape, at, part, part.rows, cols, _converted(shape, part, part.rows, cols))  # type: ignore[arg-type]
         at += tensor.shape[0]
     return matrix

@@ -38,7 +38,6 @@ from anyaccel.launch.local.protocol import (
     STDERR_CLOSED,
     Link,
 )
-from anyaccel.launch.local.rounds import workers_of
 from anyaccel.launch.local.streams import Streams
 from anyaccel.launch.local.worker import PASSED_ON, STOP_SIGNALS, Worker, become_worker
 from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
@@ -317,6 +316,8 @@ class _Guardian:
                 self._pass_on_at.setdefault(number, now + SENT_TO_ALL)
 
     def _workers_of_torch(self) -> set[tuple[int, int]]:
+        from anyaccel.launch.local.rounds import workers_of
+
         return {worker for launcher in self._running for worker in workers_of(launcher).items()}
 
     def _end_round(self) -> None:
