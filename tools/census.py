@@ -12,6 +12,7 @@ docs/models.md from the file.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import io
@@ -219,7 +220,12 @@ def names() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def main(arguments: list[str]) -> int:
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", help="default: all", metavar="TYPE")
+    arguments = parser.parse_args(words).model_types
+    if unknown := set(arguments) - set(names()):
+        parser.error(f"transformers has no causal language models of type {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("anyaccel").propagate = False

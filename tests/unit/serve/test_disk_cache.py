@@ -15,8 +15,9 @@ import pytest
 
 import serving
 from anyaccel.errors import UsageError
+from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.spec.decoder import PAGE
-from anyaccel.serve.engine.disk_cache import DiskCache, page_keys
+from anyaccel.serve.engine.disk_cache import DiskCache, model_key, page_keys
 from anyaccel.serve.engine.engine import ServingEngine
 from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.engine.settings import EngineSettings
@@ -171,3 +172,13 @@ def test_what_a_killed_server_left_is_removed_and_a_wrong_folder_refused(tmp_pat
         (tmp_path / "model").chmod(0o500)
         with pytest.raises(UsageError, match="Permission denied"):
             DiskCache(tmp_path, "model", 64, 1 << 20)
+
+
+def test_an_edited_config_is_another_model(tmp_path: Path) -> None:
+    """Rotary positions, such as YaRN's, are changed there, and with them all keys."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    keys = set()
+    for theta in (1e4, 1e6):
+        (tmp_path / "config.json").write_text(f'{{"rope_theta": {theta}}}')
+        keys.add(model_key(tmp_path, ModelOptions("bf16"), 4096))
+    assert len(keys) == 2

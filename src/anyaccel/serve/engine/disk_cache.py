@@ -70,11 +70,13 @@ def page_keys(tokens: Sequence[int], pages: int) -> list[str]:
 
 
 def model_key(path: Path, options: ModelOptions, page_bytes: int) -> str:
-    """Names the folder of a model: by its weights, its precision, and what decides about a page's bytes."""
+    """Names the folder of a model: by its weights, config and precision, and what decides about a page's bytes."""
+    config = path / "config.json"  # other rotary positions, such as YaRN's, are other keys of the same weights
     about = [
         _LAYOUT,
         __version__,
         weights_of(path),
+        config.read_text(encoding="utf-8") if config.is_file() else "",
         options.dtype,
         options.group_size,
         options.kv_cache,
