@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["use_in_deepspeed"]
 
 
-def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
-    """Make the real DeepSpeed run on one of our accelerators: `deepspeed.accelerator.get_accelerator()` returns it.
+# DeepSpeed's wrapper of oneCCL calls another interface than our op has; without it, its `ccl` is torch's: our groups.
+_NOT_FOR_DEEPSPEED = {"CCLCommBuilder"}
 
-    Our accelerators become `DeepSpeedAccelerator`s for isinstance(). Call it at the start of a script: DeepSpeed
-    chooses an accelerator of its own while it is imported, and objects that it made with that one keep it. Its op
-    builders, which it looks up at that time, stay its own too; `create_op_builder()` of ours gives ours, and from then
-    on None where there is none, as DeepSpeed wants it.
+
+def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
+    """Make the real DeepSpeed run on one of our accelerators, with our collectives and our ops.
+
+    - `deepspeed.accelerator.get_accelerator()` returns it; our accelerators are `DeepSpeedAccelerator`s for
+      isinstance().
+    - The op builders that we have (CPUAdam, CPUAdagrad, CPULion, FusedAdam, FusedLion, AsyncIO and others) are behind
+      DeepSpeed's names, in modules that are imported already too: its optimizers and its offload to files call our
+      kernels, and nothing is compiled. Builders that we lack stay DeepSpeed's.
+    - `deepspeed.init_distributed()` takes our backend `shm` for a CPU, and knows `shm` and `ccl` by name.
+
+    Call it at the start of a script: objects that DeepSpeed has made before keep what they have.
 
     Args:
         accelerator: the one of `anyaccel.accelerator.get_accelerator()` when left out.
@@ -42,12 +51,41 @@ def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
     # DeepSpeed asks for every builder that it knows, and tests for None, where ours raises an error that says why.
     vars(ours)["create_op_builder"] = partial(_builder_or_none, ours)
     deepspeed.set_accelerator(ours)
+    _take_builders(ours)
+    _take_collectives(ours)
     return ours
 
 
 def _builder_or_none(accelerator: Accelerator, class_name: str) -> Any:
-    builder = accelerator.get_op_builder(class_name)
+    builder = None if class_name in _NOT_FOR_DEEPSPEED else accelerator.get_op_builder(class_name)
     return None if builder is None else builder()
+
+
+def _take_builders(accelerator: Accelerator) -> None:
+    """Put our builders into the modules of DeepSpeed that have imported its own ones by name."""
+    if not accelerator.spec.op_builders:
+        return
+    from anyaccel.ops.builder import builders_in
+
+    builders = {
+        name: kind for name, kind in builders_in(accelerator.spec.op_builders).items() if name not in _NOT_FOR_DEEPSPEED
+    }
+    for module_name, module in list(sys.modules.items()):
+        # Below deepspeed.ops.op_builder are the definitions of its own; what others import is in the package itself.
+        if module_name.startswith("deepspeed.") and not module_name.startswith("deepspeed.ops.op_builder."):
+            vars(module).update({name: kind for name, kind in builders.items() if name in vars(module)})
+    # What DeepSpeed knows of its ops: filled when it is first asked for, so perhaps with its own already.
+    if (all_ops := sys.modules.get("deepspeed.ops.op_builder.all_ops")) is not None:
+        all_ops.ALL_OPS.update({kind.NAME: kind() for kind in builders.values()})
+    vars(sys.modules["deepspeed.ops"]).pop("__compatible_ops__", None)
+
+
+def _take_collectives(accelerator: Accelerator) -> None:
+    from anyaccel.comm import backends
+
+    backends.register()
+    if accelerator.spec.device_type == "cpu":
+        vars(accelerator)["communication_backend_name"] = lambda: "shm"
 
 
 def _deepspeed() -> Any:

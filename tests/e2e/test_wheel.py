@@ -159,7 +159,8 @@ def test_ops_of_a_wheel_need_no_compiler_and_can_be_built_from_what_it_brings(wh
     assert values == pytest.approx([0.5] * 3)
     listed = json.loads(run(installed, "-m", "anyaccel", "ops", "--json", PATH="", DS_ACCELERATOR="cpu"))["ops"]
     assert {row["op"] for row in listed if row["status"] == "prebuilt"} == {
-        "async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "deepspeed_shm_comm", "fused_adam", "pin_memory"
+        "async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "deepspeed_shm_comm", "fused_adam", "fused_lion",
+        "pin_memory",
     }  # fmt: skip
     built = run(installed, "-m", "anyaccel", "ops", "build", "cpu_lion", "--jit", DS_ACCELERATOR="cpu")
     assert "cpu_lion: built in " in built

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "port": set(),
     "launch": {"topology", "env"},
     "accelerator": {"topology", "env", "_registry", "host_memory"},
-    "interop": {"accelerator"},
+    "interop": {"accelerator", "comm", "ops"},
     "cuda_job": set(),
     "cuda": {"accelerator", "comm", "cuda_job"},
     "ops": {"accelerator", "env"},

@@ -40,7 +40,7 @@ $ anyaccel run --as-deepspeed script.py    # for one job; nothing is installed
 
 `install` refuses where DeepSpeed itself is installed, and never overwrites a file of others; `remove` leaves what was changed
 since. `--as-deepspeed` puts the alias first in `PYTHONPATH` of the workers, so there it is also before a DeepSpeed that is
-installed. To use anyaccel's accelerator *in* a DeepSpeed that is installed, call `anyaccel.interop.use_in_deepspeed()`.
+installed. [DeepSpeed's engine on anyaccel](deepspeed.md) is about a DeepSpeed that is installed.
 
 ## What differs
 

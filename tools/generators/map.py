@@ -10,11 +10,11 @@ from generators import DOCS
 
 # From the top. tests/unit/test_pages.py sees that each part is there.
 LAYERS = [
-    ("what a user calls", ["cli", "compat", "cuda", "serve", "bench", "report"]),
+    ("what a user calls", ["cli", "compat", "interop", "cuda", "serve", "bench", "report"]),
     ("models", ["inference"]),
     ("between processes, and files", ["comm", "io"]),
     ("operations", ["ops"]),
-    ("devices", ["accelerator", "interop"]),
+    ("devices", ["accelerator"]),
     ("jobs and machines, without torch", ["launch", "topology", "port"]),
     ("ground floor", ["safetensors", "env", "errors", "vendors", "_registry"]),
     ("C++ (csrc)", ["llm", "comm ", "optim", "aio", "ccl", "simd", "common", "bindings"]),

@@ -286,3 +286,31 @@ class LionOp(_Op):
         """Forget `optimizer_id`."""
         self._created.pop(optimizer_id, None)
         return 0
+
+
+class FusedLionOp:
+    """The op ``fused_lion`` of the CPU, with the library of ``cpu_lion``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.native_step = LionOp(library).native_step
+
+    def multi_tensor_lion(
+        self,
+        chunk_size: int,
+        noop_flag: torch.Tensor | None,
+        tensor_lists: Sequence[Sequence[torch.Tensor]],
+        lr: float,
+        beta1: float,
+        beta2: float,
+        step: int,
+        weight_decay: float,
+    ) -> None:
+        """Step number `step` on lists of gradients, parameters and momenta.
+
+        Nothing is done when `noop_flag` is not 0. `chunk_size` is for GPUs.
+        """
+        if noop_flag is not None and bool(noop_flag.any()):
+            return
+        grads, params, exp_avgs = tensor_lists
+        steps = [_previous_step(step) for _ in params]
+        self.native_step.run(TensorBatch(params, grads, (exp_avgs,), steps, None), lr, beta1, beta2, weight_decay)

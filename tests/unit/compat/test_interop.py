@@ -34,8 +34,9 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
     "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 })
+assert type(engine.optimizer.optimizer).__name__ == "FusedAdam"
 x = torch.randn(4, 8, dtype=torch.bfloat16)
 losses = []
 for _ in range(8):
@@ -45,6 +46,8 @@ for _ in range(8):
     losses.append(loss.item())
 assert losses[-1] < losses[0] / 2, losses
 assert type(get_accelerator().create_op_builder("CPUAdamBuilder")).__module__.startswith("anyaccel.")
+assert torch.distributed.get_backend() == "shm"
+assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == [], "DeepSpeed has compiled an op of its own"
 deepspeed.comm.destroy_process_group()
 print("trained with", type(get_accelerator()).__name__)
 """
@@ -64,6 +67,98 @@ def test_the_real_deepspeed_trains_with_zero_on_our_cpu_backend(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "trained with CpuAccelerator"
+
+
+OPTIMIZERS = """
+import os, sys
+import deepspeed, torch  # before ours: its modules have its own builders by now
+from deepspeed.ops.adam import cpu_adam
+own = cpu_adam.CPUAdamBuilder
+import anyaccel.interop
+anyaccel.interop.use_in_deepspeed()
+from deepspeed.ops.adagrad import cpu_adagrad
+from deepspeed.ops.lion import cpu_lion, fused_lion
+from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper as swapper
+assert own.__module__.startswith("deepspeed."), own
+for kind in (cpu_adam.CPUAdamBuilder, cpu_adagrad.CPUAdagradBuilder, cpu_lion.CPULionBuilder,
+             fused_lion.FusedLionBuilder, swapper.AsyncIOBuilder, deepspeed.ops.op_builder.FusedAdamBuilder):
+    assert kind.__module__.startswith("anyaccel."), kind
+deepspeed.init_distributed()
+x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+def losses(step, model):
+    found = []
+    for _ in range(8):
+        loss = model(x).pow(2).mean()
+        step(loss)
+        found.append(loss.item())
+    return found
+
+def network(width):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+
+def by_torch(kind, width=32, lr=1e-2):
+    from anyaccel.ops.lion import CPULion
+    model = network(width)
+    lr = {"lr": lr}
+    optimizer = {
+        "AdamW": lambda: torch.optim.AdamW(model.parameters(), weight_decay=0.0, **lr),
+        "Adam": lambda: torch.optim.AdamW(model.parameters(), weight_decay=0.0, **lr),
+        "Lion": lambda: CPULion(model.parameters(), **lr),
+        "Adagrad": lambda: torch.optim.Adagrad(model.parameters(), **lr),
+    }[kind]()
+    def step(loss):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses(step, model)
+
+def by_deepspeed(kind, place, width=32, lr=1e-2):
+    files = {"device": place, "nvme_path": os.getcwd()}
+    zero = {"stage": 3 if place == "nvme" else 2}
+    if place != "none":
+        zero["offload_optimizer"] = files
+    if place == "nvme":
+        zero |= {"offload_param": {**files, "buffer_size": 1 << 20}, "sub_group_size": 1 << 19}
+    model = network(width)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": zero,
+        "optimizer": {"type": kind, "params": {"lr": lr}},
+    })
+    def step(loss):
+        engine.backward(loss)
+        engine.step()
+    return losses(step, engine)
+
+for kind in ("AdamW", "Adam", "Lion", "Adagrad"):
+    for place in ("none", "cpu"):
+        got, expected = by_deepspeed(kind, place), by_torch(kind)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5, msg=lambda text: f"{kind} {place}: {text}")
+wide = {"width": 1 << 16, "lr": 1e-6}  # it leaves tensors below 1 MiB in memory
+got, expected = by_deepspeed("AdamW", "nvme", **wide), by_torch("AdamW", **wide)
+assert got[-1] < got[0] * 0.9, got
+torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-3)  # parameters in files are bfloat16
+assert any(name.endswith(".swp") for _, _, names in os.walk(os.getcwd()) for name in names), "nothing is in files"
+extensions = os.environ["TORCH_EXTENSIONS_DIR"]
+assert os.listdir(extensions) == [], "DeepSpeed has compiled an op of its own"
+deepspeed.comm.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_its_optimizers_and_its_offload_to_files_use_our_kernels(tmp_path):
+    skip_without_deepspeed()
+    extensions = tmp_path / "extensions"
+    extensions.mkdir()
+    (tmp_path / "optimizers.py").write_text(OPTIMIZERS)
+    variables = {"PYTHONPATH": FOLDER, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    done = subprocess.run(
+        [sys.executable, "-m", "anyaccel", "run", "--no_local_rank", "--num_accelerators", "1", "optimizers.py"],
+        env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 STAGES = """

@@ -12,7 +12,14 @@ from optimizer_cases import BF16, CASES, moments, new_gradients, parameters
 from anyaccel.errors import UsageError
 from anyaccel.ops import adam
 from anyaccel.ops.adam import CPUAdam, FusedAdam, from_torch, to_torch
-from anyaccel.ops.builders.cpu import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder
+from anyaccel.ops.builders.cpu import (
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    FusedLionBuilder,
+)
+from anyaccel.ops.lion import CPULion
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -186,6 +193,18 @@ def test_multi_tensor_adam():
     op.multi_tensor_adam(65536, torch.ones(1, dtype=torch.int32), lists, 1e-2, 0.9, 0.999, 1e-8, 1, 1, 1, 0.1)
     assert torch.equal(twins[0], before)
     op.multi_tensor_adam(65536, torch.zeros(1, dtype=torch.int32), lists, 1e-2, 0.9, 0.999, 1e-8, 1, 1, 1, 0.1)
+    assert all(torch.equal(param, twin) for param, twin in zip(params, twins, strict=True))
+
+
+def test_multi_tensor_lion():
+    params, twins = parameters((100, 200)), parameters((100, 200))
+    CPULion(params, **SETTINGS).step()
+    op = FusedLionBuilder().load()
+    lists = [[twin.grad for twin in twins], [twin.data for twin in twins], [torch.zeros_like(twin) for twin in twins]]
+    before = twins[0].detach().clone()
+    op.multi_tensor_lion(65536, torch.ones(1, dtype=torch.int32), lists, 1e-2, 0.9, 0.999, 1, 0.1)
+    assert torch.equal(twins[0], before)
+    op.multi_tensor_lion(65536, torch.zeros(1, dtype=torch.int32), lists, 1e-2, 0.9, 0.999, 1, 0.1)
     assert all(torch.equal(param, twin) for param, twin in zip(params, twins, strict=True))
 
 

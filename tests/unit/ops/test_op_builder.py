@@ -358,6 +358,7 @@ HOST = {
 CPU = HOST | {
     "CCLCommBuilder": ("deepspeed_ccl_comm", "DS_BUILD_CCL_COMM"),
     "FusedAdamBuilder": ("fused_adam", "DS_BUILD_FUSED_ADAM"),
+    "FusedLionBuilder": ("fused_lion", "DS_BUILD_FUSED_LION"),
     "ShareMemCommBuilder": ("deepspeed_shm_comm", "DS_BUILD_SHM_COMM"),
 }
 

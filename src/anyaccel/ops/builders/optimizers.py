@@ -53,6 +53,15 @@ class FusedAdamBuilder(_OptimizerBuilder):
     OP: ClassVar[str] = "FusedAdamOp"
 
 
+class FusedLionBuilder(_OptimizerBuilder):
+    """Lion over lists of tensors, for the accelerator `cpu`; it is in the library of ``cpu_lion``."""
+
+    NAME: ClassVar[str] = "fused_lion"
+    BUILD_VAR: ClassVar[str] = "DS_BUILD_FUSED_LION"
+    LIBRARY: ClassVar[str] = "cpu_lion"
+    OP: ClassVar[str] = "FusedLionOp"
+
+
 @functools.cache
 def _wrapped(op: str, library: Any) -> Any:
     return getattr(importlib.import_module("anyaccel.ops.optimizer_ops"), op)(library)

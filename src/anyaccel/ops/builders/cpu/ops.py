@@ -9,9 +9,9 @@ from anyaccel.ops.builder import PythonOpBuilder
 from anyaccel.ops.builders.ccl import CCLCommBuilder
 from anyaccel.ops.builders.host import ops as host
 from anyaccel.ops.builders.host.ops import *  # noqa: F403
-from anyaccel.ops.builders.optimizers import FusedAdamBuilder
+from anyaccel.ops.builders.optimizers import FusedAdamBuilder, FusedLionBuilder
 
-__all__ = ["CCLCommBuilder", "FusedAdamBuilder", "ShareMemCommBuilder"]
+__all__ = ["CCLCommBuilder", "FusedAdamBuilder", "FusedLionBuilder", "ShareMemCommBuilder"]
 __all__ += host.__all__
 
 
