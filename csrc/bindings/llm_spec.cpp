@@ -400,7 +400,13 @@ llm::SourceType read_source_type(const std::string& name) {
                              {"f64", SourceType::f64},
                              {"q8_0", SourceType::q8_0},
                              {"q4_0", SourceType::q4_0},
-                             {"q4_1", SourceType::q4_1}});
+                             {"q4_1", SourceType::q4_1},
+                             {"q2_k", SourceType::q2_k},
+                             {"q3_k", SourceType::q3_k},
+                             {"q4_k", SourceType::q4_k},
+                             {"q5_k", SourceType::q5_k},
+                             {"q6_k", SourceType::q6_k},
+                             {"iq4_xs", SourceType::iq4_xs}});
 }
 
 }  // namespace anyaccel::bindings

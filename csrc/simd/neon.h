@@ -190,6 +190,7 @@ inline IVec dot(IVec sum, Quads w, const int8_t* x) {
 // The sum over 32 columns, of values 0..15 and activations -127..127. Four lanes of 16 bits for each row: they fit, and
 // so do the sums of two (16 * 15 * 127 = 30480).
 struct NibbleSum {
+  static constexpr bool kOf16Bits = true;
   int16x8_t low, high;  // rows 0 and 1, 2 and 3
   static NibbleSum zero() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
   static int16x8_t add_low(int16x8_t sum, IVec w, int8x16_t q) {

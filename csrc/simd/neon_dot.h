@@ -35,6 +35,7 @@ inline Columns operator+(Columns x, int columns) { return {x.first, x.last, x.fr
 
 // Of bytes with a sign too.
 struct NibbleSum {
+  static constexpr bool kOf16Bits = false;
   IVec v;
   static NibbleSum zero() { return {vdupq_n_s32(0)}; }
   NibbleSum plus(Nibbles w, const int8_t* x) const {

@@ -204,6 +204,7 @@ inline Codes load_codes(const uint8_t* p, Table table) {
   return {{{value(0), value(1), value(2), value(3)}}, {{value(4), value(5), value(6), value(7)}}};
 }
 struct NibbleSum {
+  static constexpr bool kOf16Bits = false;
   IVec v;
   static NibbleSum zero() { return {IVec{}}; }
   NibbleSum plus(const Nibbles& w, const int8_t* x) const {

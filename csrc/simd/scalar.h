@@ -138,6 +138,7 @@ inline Codes load_codes(const uint8_t* p, Table table) {
   return codes;
 }
 struct NibbleSum {
+  static constexpr bool kOf16Bits = false;
   IVec v;
   static NibbleSum zero() { return {0}; }
   NibbleSum plus(const Nibbles& w, const int8_t* x) const {

@@ -28,6 +28,7 @@ inline Quads quads_of(IVec line) { return {bits_xor(line, broadcast_byte(static_
 inline IVec dot(IVec sum, Quads w, const int8_t* x) { return dot_bytes(sum, w.v, quad_at(x)); }
 
 struct NibbleSum {
+  static constexpr bool kOf16Bits = true;
   IVec v;
   static NibbleSum zero() { return {broadcast(0)}; }
   NibbleSum plus(Nibbles w, const int8_t* x) const {
@@ -55,6 +56,7 @@ inline IVec dot(IVec sum, Quads w, const int16_t* x) {
 
 // The sum over 32 columns, of values 0..15 and activations -127..127: fits 16 bits (8 * 2 * 15 * 127 = 30480).
 struct NibbleSum {
+  static constexpr bool kOf16Bits = true;
   IVec v;
   static NibbleSum zero() { return {broadcast(0)}; }
   NibbleSum plus(Nibbles w, const int8_t* x) const {

@@ -143,15 +143,16 @@ class DecoderModel(Model):
     def __init__(
         self,
         spec: DecoderSpec,  # of this rank
-        # As MatrixShape: name, rows, cols, format, group, minimum.
-        matrices: Sequence[tuple[str, int, int, str, int, bool]],
+        # As MatrixShape: name, rows, cols, format, group, minimum, superblocks.
+        matrices: Sequence[tuple[str, int, int, str, int, bool, bool]],
         vectors: Sequence[tuple[str, int]],
         threads: int,  # 0: the CPUs of this process
         cache_format: str,  # f32, bf16, i8, i4
         cache_limit_bytes: int,
     ) -> None: ...
     # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
-    # q8_0 q4_0 q4_1. Strides in bytes. `order`: row i comes from source row order[i].
+    # q8_0 q4_0 q4_1, and superblocks: q2_k q3_k q4_k q5_k q6_k iq4_xs. Strides in bytes. `order`: row i comes from
+    # source row order[i].
     def set_rows(
         self,
         name: str,
@@ -231,7 +232,9 @@ class TokenFeed:
 class Linear:
     """One packed matrix for the generic path: y = x Wᵀ + bias."""
 
-    def __init__(self, rows: int, cols: int, format: str, group: int = 0, minimum: bool = False) -> None: ...
+    def __init__(
+        self, rows: int, cols: int, format: str, group: int = 0, minimum: bool = False, superblocks: bool = False
+    ) -> None: ...
     def set_rows(
         self, first: int, count: int, address: int, type: str, row_stride: int, col_stride: int = 0
     ) -> None: ...

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import native_models
@@ -17,7 +19,7 @@ def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> Exte
     _, spec, values = native_models.whole(name, positions)
     matrices, vectors = weights(spec)
     shapes = {
-        "matrices": [(each.name, each.rows, each.cols, "f32", 0, False) for each in matrices],
+        "matrices": [replace(each, format="f32").entry() for each in matrices],
         "vectors": [(each.name, each.count) for each in vectors],
     }
     filled = native_models.fill(DeviceWeights(spec, shapes, torch.float32, torch.device("cpu")), spec, values)

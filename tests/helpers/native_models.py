@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def empty(
     matrices, vectors = weights(spec)
     return _llm.DecoderModel(
         spec,
-        [(each.name, each.rows, each.cols, weight, group, False) for each in matrices],
+        [replace(each, format=weight, group=group).entry() for each in matrices],
         [(each.name, each.count) for each in vectors],
         threads,
         cache,

@@ -62,7 +62,7 @@ class RecordedModel:
             matrix[first + i] = _row(at, kind, matrix.shape[1], col_stride)
 
     def set_quantised_rows(self, name: str, first: int, count: int, q: int, scales: int, minima: int = 0) -> None:
-        _, rows, cols, form, group, minimum = self.shapes[name]
+        _, rows, cols, form, group, minimum, _ = self.shapes[name]
         assert first + count <= rows
         assert bool(minima) == minimum
         groups = -(-cols // group) if group else 1

@@ -181,13 +181,22 @@ struct Kind {
   Format format;
   int group;
   bool minimum;
+  bool superblocks = false;
+
+  Shape shape(int64_t rows, int64_t cols) const {
+    const int64_t whole = (cols + kSuperblock - 1) / kSuperblock * kSuperblock;
+    return {format, rows, superblocks ? whole : cols, group, minimum, superblocks};
+  }
 };
-constexpr Kind kKinds[] = {
-    {Format::f32, 0, false}, {Format::f16, 0, false}, {Format::bf16, 0, false}, {Format::i8, 0, false},
-    {Format::i8, 32, false}, {Format::i4, 32, false}, {Format::i8, 16, false},  {Format::i8, 16, true},
-    {Format::i8, 32, true},  {Format::i4, 32, true},  {Format::i4, 64, true},   {Format::i4, 128, false},
-    {Format::i6, 16, true},  {Format::i6, 16, false}, {Format::i5, 32, true},   {Format::i5, 32, false},
-    {Format::i3, 16, false}, {Format::i2, 16, true},  {Format::nl4, 32, false}, {Format::fp4, 32, false}};
+constexpr Kind kKinds[] = {{Format::f32, 0, false},      {Format::f16, 0, false},       {Format::bf16, 0, false},
+                           {Format::i8, 0, false},       {Format::i8, 32, false},       {Format::i4, 32, false},
+                           {Format::i8, 16, false},      {Format::i8, 16, true},        {Format::i8, 32, true},
+                           {Format::i4, 32, true},       {Format::i4, 64, true},        {Format::i4, 128, false},
+                           {Format::i6, 16, true},       {Format::i6, 16, false},       {Format::i5, 32, true},
+                           {Format::i5, 32, false},      {Format::i3, 16, false},       {Format::i2, 16, true},
+                           {Format::nl4, 32, false},     {Format::fp4, 32, false},      {Format::i6, 16, false, true},
+                           {Format::i5, 32, true, true}, {Format::i4, 32, true, true},  {Format::i3, 16, false, true},
+                           {Format::i2, 16, true, true}, {Format::nl4, 32, false, true}};
 constexpr Variant kVariants[] = {{false, false, 1.0f, false},
                                  {true, false, 1.0f, true},
                                  {true, true, 0.5f, false},
@@ -202,7 +211,7 @@ void every_kind_and_size() {
   for (const Kind& kind : kKinds)
     for (int r = 0; r < 3; ++r)
       for (int k = 0; k < 3; ++k) {
-        const Case c({kind.format, kRows[r], kCols[k], kind.group, kind.minimum}, random);
+        const Case c(kind.shape(kRows[r], kCols[k]), random);
         for (int t = 0; t < 3; ++t)
           for (const Isa isa : kIsas) {
             // A third of the sizes: every pair of rows and columns, rows and tokens, columns and tokens is among them.
@@ -218,7 +227,7 @@ void every_kind_and_size() {
 void many_passes() {
   std::mt19937 random(2);
   for (const Kind& kind : kKinds) {
-    const Case c({kind.format, kQuick ? 20 : kEmulated ? 40 : 700, 1700, kind.group, kind.minimum}, random);
+    const Case c(kind.shape(kQuick ? 20 : kEmulated ? 40 : 700, 1700), random);
     for (const Isa isa : kIsas)
       if (runs(isa)) check_product(c, kEmulated ? 17 : 40, isa, 2, kVariants[2], random);
   }
@@ -231,11 +240,11 @@ void many_passes() {
 void alone_or_together() {
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
-  constexpr int kMost = kEmulated ? 40 : 200;
+  constexpr int kMost = kEmulated ? 40 : 200, kStride = 1280;
   for (const Kind& kind : kKinds) {
-    const Case c({kind.format, kEmulated ? 20 : 100, kQuick ? 700 : 1100, kind.group, kind.minimum}, random);
+    const Case c(kind.shape(kEmulated ? 20 : 100, kQuick ? 700 : 1100), random);
     const auto rows = static_cast<size_t>(c.shape.rows);
-    std::vector<float> x(kMost * 1100);
+    std::vector<float> x(kMost * kStride);
     for (float& value : x) value = normal(random);
     for (const Isa isa : kIsas) {
       if (!runs(isa)) continue;
@@ -245,7 +254,7 @@ void alone_or_together() {
       for (const int tokens : {kMost, 17, 31})
         for (const int parts : {1, 3}) {
           const Memory input = aligned(gemm_bytes_on(kernels, c.shape, tokens));
-          gemm_prepare_on(kernels, c.shape, x.data(), 1100, nullptr, tokens, input.get(), 0, 1);
+          gemm_prepare_on(kernels, c.shape, x.data(), kStride, nullptr, tokens, input.get(), 0, 1);
           for (int part = 0; part < parts; ++part)
             gemm_multiply_on(kernels, gemv, c.matrix, input.get(), tokens, {out.data(), c.shape.rows}, part, parts);
           if (first.empty()) first = out;

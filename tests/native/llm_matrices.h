@@ -2,6 +2,7 @@
 // Matrices of every format, for the native tests.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -15,8 +16,34 @@ using namespace anyaccel::llm;
 // Whether floats are rounded to it; others are only what a checkpoint has already.
 inline bool rounds(Format format) { return !is_quantised(format) || format == Format::i8 || format == Format::i4; }
 
+// A matrix with superblocks, of bits that depend on `values`.
+inline Matrix superblocks_of(const Shape& shape, const std::vector<float>& values) {
+  struct Kind {
+    Format format;
+    SourceType type;
+    std::vector<size_t> halves;  // where a block has them
+  };
+  const Kind kinds[] = {{Format::i2, SourceType::q2_k, {80, 82}}, {Format::i3, SourceType::q3_k, {108}},
+                        {Format::i4, SourceType::q4_k, {0, 2}},   {Format::i5, SourceType::q5_k, {0, 2}},
+                        {Format::i6, SourceType::q6_k, {208}},    {Format::nl4, SourceType::iq4_xs, {0}}};
+  const Kind* kind = kinds;
+  while (kind->format != shape.format) ++kind;
+  const size_t row_bytes = source_row_bytes(kind->type, shape.cols);
+  const size_t blocks = static_cast<size_t>(shape.cols / kSuperblock), block_bytes = row_bytes / blocks;
+  std::vector<uint8_t> rows(row_bytes * static_cast<size_t>(shape.rows));
+  for (size_t i = 0; i < rows.size(); ++i)
+    rows[i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[i % values.size()]) * 2654435761u >> (i % 7 + 9));
+  for (size_t at = 0; at < rows.size(); at += block_bytes)
+    for (const size_t half : kind->halves)
+      rows[at + half + 1] = static_cast<uint8_t>(0x1c | (rows[at + half + 1] & 0x81));
+  Matrix matrix(shape);
+  matrix.set_rows(0, shape.rows, {rows.data(), kind->type, static_cast<int64_t>(row_bytes), 0});
+  return matrix;
+}
+
 // A matrix of `values`, or of whatever values its format has if nothing is rounded to that.
 inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
+  if (shape.superblocks) return superblocks_of(shape, values);
   Matrix matrix(shape);
   if (rounds(shape.format)) {
     matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});

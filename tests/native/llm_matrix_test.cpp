@@ -173,7 +173,10 @@ void test_products() {
     for (int k = 0; k < 4; ++k) {
       if (kEmulated && (r + k) % 2 != 0) continue;  // each number of rows and of columns, though not with each other
       if (kQuick && (r < 2 || k < 2)) continue;
-      for (const Shape& shape : shapes_of(kRows[r], kCols[k])) {
+      std::vector<Shape> shapes = shapes_of(kRows[r], kCols[k]);
+      if (k % 2 != 0)  // one superblock, and three
+        for (const Shape& shape : superblock_shapes(kRows[r], kCols[k])) shapes.push_back(shape);
+      for (const Shape& shape : shapes) {
         const Case what = make_case(shape, 21);
         const int64_t stride = shape.cols + 3;
         std::vector<float> x = random_floats(static_cast<size_t>(kGemvTokens * stride), 22, 2.0f);

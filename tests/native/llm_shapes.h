@@ -73,6 +73,14 @@ inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
   return shapes;
 }
 
+// Those with superblocks, of at least so many columns.
+inline std::vector<Shape> superblock_shapes(int64_t rows, int64_t cols) {
+  const int64_t whole = (cols + kSuperblock - 1) / kSuperblock * kSuperblock;
+  return {{Format::i2, rows, whole, 16, true, true},  {Format::i3, rows, whole, 16, false, true},
+          {Format::i4, rows, whole, 32, true, true},  {Format::i5, rows, whole, 32, true, true},
+          {Format::i6, rows, whole, 16, false, true}, {Format::nl4, rows, whole, 32, false, true}};
+}
+
 inline std::vector<float> rows_of(const Matrix& matrix) {
   const Shape& shape = matrix.shape();
   std::vector<float> result(static_cast<size_t>(shape.rows * shape.cols));

@@ -47,7 +47,7 @@ def model(config: dict[str, Any], dtype: str) -> _llm.Model:
     chosen = [choose(each, Precision(dtype), [("bf16", 0, False)]) for each in matrices]
     return _llm.DecoderModel(
         spec,
-        [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in chosen],
+        [shape.entry() for shape in chosen],
         [(v.name, v.count) for v in vectors],
         1,
         "bf16",

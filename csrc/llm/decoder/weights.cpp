@@ -112,6 +112,8 @@ class WeightWalk {
   virtual void matrices(const std::string& name, int64_t rows, int64_t cols,
                         const std::vector<LinearWeights*>& parts) = 0;
   virtual const float* vector(const std::string& name, int64_t count) = 0;
+  // Whether a matrix is there that need not be.
+  virtual bool lists(const std::string& name) const = 0;
 
   void linear(const std::string& name, int64_t rows, int64_t cols, bool bias,
               const std::vector<LinearWeights*>& parts) {
@@ -200,7 +202,7 @@ class WeightWalk {
       norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
       matrix(at + "kv_b", product(a.heads, int64_t{m.nope_dim} + a.value_dim), m.kv_rank, out.kv_b);
     } else {
-      matrix(at + "qkv", qkv_rows(a), hidden_, out.qkv, a.qkv_bias);
+      query_keys_values(at, a, out);
     }
     if (a.qk_norm) {
       const bool each = a.qk_norm->across || a.qk_norm->own_weights;
@@ -210,6 +212,16 @@ class WeightWalk {
     norm(at + "v_norm", a.value_norm, a.value_dim, out.v_norm);
     if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
     matrix(at + "o", hidden_, product(a.heads, a.value_dim), out.o, a.out_bias);
+  }
+
+  void query_keys_values(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
+    const int64_t values = product(a.kv_heads, a.value_dim), all = qkv_rows(a);
+    const bool own_values = a.own_keys() && !a.gated && lists(at + "v");
+    matrix(at + "qkv", own_values ? all - values : all, hidden_, out.qkv);
+    if (own_values) matrix(at + "v", values, hidden_, out.v);
+    if (!a.qkv_bias) return;
+    out.qkv.bias = vector(at + "qkv.bias", all);
+    if (out.qkv.bias != nullptr) out.v.bias = out.qkv.bias + all - values;
   }
 
   int64_t hidden_;
@@ -228,6 +240,7 @@ class List : public WeightWalk {
     found.push_back({name, count, 0});
     return nullptr;
   }
+  bool lists(const std::string&) const override { return false; }
 };
 
 }  // namespace
@@ -316,7 +329,7 @@ class Weights::Builder final : WeightWalk {
     wanted_.emplace(name, true);
     ++used_;
     const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
-    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum};
+    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum, entry.superblocks};
     try {
       check(shape);
     } catch (const std::invalid_argument& error) {
@@ -337,6 +350,8 @@ class Weights::Builder final : WeightWalk {
       weights_.slots_.emplace(name, std::move(slot));
     }
   }
+
+  bool lists(const std::string& name) const override { return matrices_.contains(name); }
 
   const float* vector(const std::string& name, int64_t count) override {
     const auto found = vectors_.find(name);
@@ -511,9 +526,9 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& layer = layers[i];
     for (const LinearWeights* one :
-         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
-          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_gates[0], &layer.mix_gates[1],
-          &layer.mix_steps, &layer.mix_select, &layer.mix_step_up, &layer.mix_out})
+         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router,
+          &layer.shared_gate, &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_gates[0],
+          &layer.mix_gates[1], &layer.mix_steps, &layer.mix_select, &layer.mix_step_up, &layer.mix_out})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);

@@ -27,13 +27,14 @@ struct WantedWeight {
 std::vector<WantedWeight> outer_weights(const DecoderSpec& spec);
 std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden);
 
-// As spec/decoder.py's MatrixShape and VectorShape.
+// As spec/decoder.py's MatrixShape and VectorShape. A layer's `v` may be listed: it has the last rows of its `qkv`.
 struct MatrixEntry {
   std::string name;
   int64_t rows, cols;
   Format format;
   int group;
   bool minimum;
+  bool superblocks = false;
 };
 struct VectorEntry {
   std::string name;
@@ -54,6 +55,7 @@ struct MlpWeights {
 struct LayerWeights {
   Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm;
   LinearWeights qkv, o;
+  LinearWeights v;                     // of values in another format than queries and keys; else they are in qkv
   LinearWeights q_a, q_b, kv_a, kv_b;  // MLA; queries without a latent have no q_a
   Norm q_norm, k_norm, q_a_norm, kv_a_norm;
   const float* sinks = nullptr;

@@ -23,6 +23,9 @@ float growth_at(const AttentionSpec& spec, int64_t position) noexcept {
 void StepThread::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
   const Input& in = input(weights.qkv.w.shape(), x_, hidden_stride_, tokens_);
   multiply_into(weights.qkv, in, shared_.qkv.get(), qkv_stride_);
+  if (weights.v.w.empty()) return;
+  const Input& in_of_values = input(weights.v.w.shape(), x_, hidden_stride_, tokens_);
+  multiply_into(weights.v, in_of_values, shared_.qkv.get() + weights.qkv.w.shape().rows, qkv_stride_);
 }
 
 // Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed.

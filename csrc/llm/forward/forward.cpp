@@ -64,9 +64,9 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   add_shape(shapes_, weights.layer_projection.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
-         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate,
-          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
-          &layer.mix_out})
+         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router,
+          &layer.shared_gate, &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select,
+          &layer.mix_step_up, &layer.mix_out})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);

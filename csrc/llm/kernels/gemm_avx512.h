@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "llm/kernels/gemm_kernels.h"
+#include "llm/kernels/scales.h"
 #include "simd/pick.h"
 #include "simd/simd.h"
 
@@ -39,20 +40,12 @@ void write_sums(const float* sums, int tokens, const GemmTile& to) {
   }
 }
 
-// value = scale * q + minimum, of the unsigned q that quantised values are here: int8 have 128 added.
-struct Scales {
-  Vec scale, minimum;
-};
-// The scales of the group that `column` is in.
-inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t column) {
-  const uint8_t* scales = block + layout.scales_at(column);
-  Scales result;
-  result.scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales)) : load_f16(scales);
-  const bool bytes = layout.format == Format::i8;
-  const Vec stored = layout.minimum ? load_f16(scales + 32) : broadcast(0.0f);
-  const float zero = bytes ? -128.0f : layout.minimum ? 0.0f : -8.0f;
-  result.minimum = fma(result.scale, broadcast(zero), stored);
-  return result;
+// The scales of the group that `column` is in, for the unsigned q that quantised values are here: int8 have 128 added.
+inline RowScales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t column) {
+  RowScales scales = row_scales(layout, block, column, 0);
+  const float zero = layout.format == Format::i8 ? -128.0f : layout.minimum ? 0.0f : -8.0f;
+  scales.minimum = fma(scales.scale, broadcast(zero), scales.minimum);
+  return scales;
 }
 
 // The unit's columns four at a time, as unsigned bytes [16 rows][4 columns]: put(index of the four, bytes).
@@ -75,7 +68,7 @@ inline void for_quads(const BlockLayout& layout, const uint8_t* block, int64_t u
 // A quantised unit as floats, four columns at a time: put(first column, columns).
 template <class Put>
 inline void for_columns(const BlockLayout& layout, const uint8_t* block, int64_t unit, const Put& put) {
-  Scales scales = scales_of(layout, block, unit * kUnit);
+  RowScales scales = scales_of(layout, block, unit * kUnit);
   const IVec mask = broadcast(int32_t{255});
   for_quads(layout, block, unit, [&](int quad, IVec bytes) {
     if (quad == 4 && layout.group == kUnit / 2) scales = scales_of(layout, block, unit * kUnit + kUnit / 2);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "llm/kernels/gemm_kernels.h"
+#include "llm/kernels/scales.h"
 #include "simd/pick.h"
 #include "simd/simd.h"
 
@@ -41,16 +42,6 @@ inline QuantisedUnit quantise_unit(const float* from, int64_t left, int8_t* q) {
   else
     std::memset(q, 0, kUnit);
   return {scale, scale * static_cast<float>(quantised)};
-}
-
-// Of kLanes rows from `row` on, at that column: value = scale * q + minimum, with zero for formats without minima.
-struct RowScales {
-  Vec scale, minimum;
-};
-inline RowScales row_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, int row) {
-  const uint8_t* scales = block + layout.scales_at(column);
-  if (layout.group == 0) return {load(reinterpret_cast<const float*>(scales) + row), broadcast(0.0f)};
-  return {load_f16(scales + 2 * row), layout.minimum ? load_f16(scales + 2 * (kRows + row)) : broadcast(0.0f)};
 }
 
 // value = scale * q + minimum, of q as they are multiplied here.

@@ -52,7 +52,7 @@ template <bool kGrouped, bool kMinimum, int M, int S>
 inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
   const auto* x = reinterpret_cast<const Q8*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales[S];
+  Scales<S> scales[S];
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
@@ -60,7 +60,7 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
     const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
-      if (begins) begin_section<S, 1>(w[s], scales[s]);
+      if (begins) scales[s].begin(layout, w[s]);
       Ints sums[M];
 #pragma GCC unroll kUnroll
       for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
@@ -73,16 +73,16 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
         for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
       }
       if constexpr (kGrouped) {
-        const Floats scale = load_rows_f16(scales[s]);
+        const Floats scale = scales[s].scale();
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
         if constexpr (kMinimum) {
-          const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
+          const Floats minimum = scales[s].minimum();
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) out[s][t] = fma(minimum, broadcast(params[t].scaled_sum), out[s][t]);
         }
-        scales[s] += layout.scale_stride;
+        scales[s].next(layout);
       } else {
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) out[s][t] = fma(convert(sums[t]), broadcast(params[t].scale), out[s][t]);
@@ -93,7 +93,7 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
   }
   if constexpr (!kGrouped) {
     for (int s = 0; s < S; ++s) {
-      const Floats scale = load_rows(reinterpret_cast<const float*>(scales[s]));
+      const Floats scale = scales[s].of_rows();
       for (int t = 0; t < M; ++t) out[s][t] = mul(out[s][t], scale);
     }
   }
@@ -108,13 +108,13 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
   const auto* x = reinterpret_cast<const Q8*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
   const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
-  const uint8_t* scales[S];
+  Scales<S> scales[S];
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
-      begin_section<S, kMinimum ? 2 : 1>(w[s], scales[s]);  // of one unit
+      scales[s].begin(layout, w[s]);  // a section is one unit
       for (int half = 0; half < 2; ++half) {
         const auto columns = columns_of<M>(x + half * kHalf);
         Ints sums[M];
@@ -131,19 +131,19 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
         }
-        const Floats scale = load_rows_f16(scales[s]);
+        const Floats scale = scales[s].scale();
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
         if constexpr (kMinimum) {
-          const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
+          const Floats minimum = scales[s].minimum();
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) {
             const float first = params[t].scale * kProductScale * static_cast<float>(first_sums[t]);
             out[s][t] = fma(minimum, broadcast(half == 0 ? first : params[t].scaled_sum - first), out[s][t]);
           }
         }
-        scales[s] += layout.scale_stride;
+        scales[s].next(layout);
       }
     }
     x += M * kActivationGroup;
@@ -156,7 +156,7 @@ template <bool kMinimum, int M, int S>
 inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
   const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales[S];
+  Scales<S> scales[S];
   const int64_t last = layout.group - kActivationGroup;  // where in its group the last part of it starts
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
@@ -165,7 +165,7 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
     const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
-      if (begins) begin_section<S, 1>(w[s], scales[s]);
+      if (begins) scales[s].begin(layout, w[s]);
       Many<NibbleSum, kVecs> sums[M];
 #pragma GCC unroll kUnroll
       for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
@@ -177,9 +177,9 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
       }
-      const Floats scale = load_rows_f16(scales[s]);
+      const Floats scale = scales[s].scale();
       if constexpr (kMinimum) {
-        const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
+        const Floats minimum = scales[s].minimum();
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) {
           const Floats sum = fma(convert(total(sums[t])), mul(scale, broadcast(params[t].scale)), out[s][t]);
@@ -192,7 +192,7 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
           out[s][t] = fma(sum, mul(scale, broadcast(params[t].scale)), out[s][t]);
         }
       }
-      scales[s] += (k & last) == last ? layout.scale_stride : 0;
+      if ((k & last) == last) scales[s].next(layout);
     }
     x += M * kActivationGroup;
     params += M;

@@ -39,6 +39,9 @@ inline Floats load_rows(const float* p) {
 inline Floats load_rows_f16(const uint8_t* p) {
   return each<kVecs>([&](int i) { return load_f16(p + 2 * i * kLanes); });
 }
+inline Floats load_rows_i8(const uint8_t* p) {
+  return each<kVecs>([&](int i) { return load_i8(p + i * kLanes); });
+}
 inline void store_rows(float* p, const Floats& v) {
   for (int i = 0; i < kVecs; ++i) store(p + i * kLanes, v.x[i]);
 }
@@ -55,13 +58,34 @@ inline void ask_for(const uint8_t* p) {
   __builtin_prefetch(p + kAhead / S, 0, 3);
 }
 
-// Where a section of a block begins (grouped.h): its scales, in kScaleLines lines, and then its values.
-template <int S, int kScaleLines>
-inline void begin_section(const uint8_t*& w, const uint8_t*& scales) {
-  scales = w;
-#pragma GCC unroll 2
-  for (int line = 0; line < kScaleLines; ++line, w += kLine) ask_for<S>(w);
-}
+// The scales of a block, group after group (grouped.h); S blocks are read at once.
+template <int S>
+class Scales {
+ public:
+  // A section begins at w: its scales, and then its values, where w is left.
+  void begin(const BlockLayout& layout, const uint8_t*& w) {
+    factors_ = layout.superblocks ? w : nullptr;
+    at_ = layout.superblocks ? w + kFactorBytes : w;
+    const uint8_t* values = w + layout.section_scales;
+    for (; w < values; w += kLine) ask_for<S>(w);
+  }
+  // After a superblock that does not end a section.
+  void next_superblock() { factors_ += factors_ != nullptr ? kFactorBytes / 2 : 0; }
+  void next(const BlockLayout& layout) { at_ += layout.scale_stride; }
+
+  Floats of_rows() const { return load_rows(reinterpret_cast<const float*>(at_)); }  // without groups
+  Floats scale() const { return at(0); }
+  Floats minimum() const { return at(kRows); }
+
+ private:
+  Floats at(int first) const {
+    if (factors_ == nullptr) return load_rows_f16(at_ + 2 * first);
+    return mul(load_rows_i8(at_ + first), load_rows_f16(factors_ + 2 * first));
+  }
+
+  const uint8_t* at_ = nullptr;
+  const uint8_t* factors_ = nullptr;  // of superblocks
+};
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
 

@@ -38,10 +38,14 @@ inline auto load_columns(const uint8_t* unit) {
   }
 }
 
-template <int M>
-inline void set_zero(Many<NibbleSum, kVecs> (&sums)[M]) {
-#pragma GCC unroll kUnroll
-  for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
+// What products are added to: the sums so far, or zero where a NibbleSum is too short for them (simd.h).
+inline Many<NibbleSum, kVecs> begin(const Ints& sums) {
+  return each<kVecs>([&]<class Sum = NibbleSum>(int v) {
+    if constexpr (Sum::kOf16Bits)
+      return Sum::zero();
+    else
+      return Sum{sums.x[v]};
+  });
 }
 
 // Values of kLow + kHigh bits. kHalves: two groups of weights to one of activations.
@@ -51,29 +55,38 @@ struct PlanesKernel {
   static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
     constexpr int kColumns = kHalves ? kActivationGroup / 2 : kActivationGroup;
     constexpr int kLines = kLow + kHigh;  // of a unit
-    // Of a sum that may have 16 bits only (simd.h).
-    constexpr int kSumColumns = kLines == 6 ? 8 : kLines == 5 ? 16 : kColumns;
+    constexpr bool kShort = NibbleSum::kOf16Bits;
+    constexpr int kSumColumns = !kShort ? kColumns : kLines == 6 ? 8 : kLines == 5 ? 16 : kColumns;
     const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
     const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
     const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
-    const uint8_t* scales[S];
+    Scales<S> scales[S];
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-      const bool begins = kHalves || layout.in_section(k) == 0;
+      const bool begins = layout.in_section(k) == 0, superblock = k % kSuperblock == 0;
       const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
-        if (begins) begin_section<S, kHalves && kMinimum ? 2 : 1>(w[s], scales[s]);
+        if (begins)
+          scales[s].begin(layout, w[s]);
+        else if (superblock)
+          scales[s].next_superblock();
 #pragma GCC unroll 8
         for (int line = 0; line < kLines; ++line) ask_for<S>(w[s] + line * kPlaneLine);
         const auto part = [&]<int kFirst>(std::integral_constant<int, kFirst>) {
+          int32_t sum_x[M];
           Ints sums[M];
 #pragma GCC unroll kUnroll
-          for (int t = 0; t < M; ++t) sums[t] = all(broadcast(int32_t{0}));
+          for (int t = 0; t < M; ++t) {
+            sum_x[t] = params[t].sum_8 / -8;
+            if constexpr (kHalves) sum_x[t] = kFirst == 0 ? first_sums[t] : sum_x[t] - first_sums[t];
+            sums[t] = all(broadcast(kMinimum ? int32_t{0} : -(1 << (kLines - 1)) * sum_x[t]));
+          }
           each_step<kColumns, kSumColumns>([&](auto sum_step) {
             Many<NibbleSum, kVecs> products[M];
-            set_zero(products);
+#pragma GCC unroll kUnroll
+            for (int t = 0; t < M; ++t) products[t] = begin(sums[t]);
             each_step<kSumColumns, 8>([&](auto step) {
               constexpr int kColumn = kFirst + decltype(sum_step)::value + decltype(step)::value;
               const auto w_bits = load_columns<kLow, kHigh, kColumn>(w[s]);
@@ -81,23 +94,18 @@ struct PlanesKernel {
               for (int t = 0; t < M; ++t) products[t] = dot(products[t], w_bits, columns.of(t) + kColumn);
             });
 #pragma GCC unroll kUnroll
-            for (int t = 0; t < M; ++t) sums[t] = add(sums[t], total(products[t]));
+            for (int t = 0; t < M; ++t) sums[t] = kShort ? add(sums[t], total(products[t])) : total(products[t]);
           });
-          const Floats scale = load_rows_f16(scales[s]);
+          const Floats scale = scales[s].scale();
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) {
-            Floats sum = convert(sums[t]);
-            int32_t sum_x = params[t].sum_8 / -8;
-            if constexpr (kHalves) sum_x = kFirst == 0 ? first_sums[t] : sum_x - first_sums[t];
-            if constexpr (!kMinimum)  // whole numbers: exact
-              sum = add(sum, broadcast(static_cast<float>(-(1 << (kLow + kHigh - 1)) * sum_x)));
-            out[s][t] = fma(sum, mul(scale, broadcast(params[t].scale)), out[s][t]);
+            out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
             if constexpr (kMinimum) {
-              const float scaled = kHalves ? params[t].scale * static_cast<float>(sum_x) : params[t].scaled_sum;
-              out[s][t] = fma(load_rows_f16(scales[s] + kLine / 2), broadcast(scaled), out[s][t]);
+              const float scaled = kHalves ? params[t].scale * static_cast<float>(sum_x[t]) : params[t].scaled_sum;
+              out[s][t] = fma(scales[s].minimum(), broadcast(scaled), out[s][t]);
             }
           }
-          scales[s] += layout.scale_stride;
+          scales[s].next(layout);
         };
         part(std::integral_constant<int, 0>{});
         if constexpr (kHalves) part(std::integral_constant<int, kActivationGroup / 2>{});
@@ -118,15 +126,18 @@ struct CodesKernel {
     const Table table = load_table(row_of(kFormat).codes);
     const auto* x = reinterpret_cast<const Q8*>(x_bytes);
     const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-    const uint8_t* scales[S];
+    Scales<S> scales[S];
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-      const bool begins = layout.in_section(k) == 0;
+      const bool begins = layout.in_section(k) == 0, superblock = k % kSuperblock == 0;
       const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
-        if (begins) begin_section<S, 1>(w[s], scales[s]);
+        if (begins)
+          scales[s].begin(layout, w[s]);
+        else if (superblock)
+          scales[s].next_superblock();
         Ints sums[M];
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
@@ -144,11 +155,11 @@ struct CodesKernel {
           }
           w[s] += kLine;
         }
-        const Floats scale = load_rows_f16(scales[s]);
+        const Floats scale = scales[s].scale();
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
-        scales[s] += layout.scale_stride;
+        scales[s].next(layout);
       }
       x += M * kActivationGroup;
       params += M;

@@ -4,6 +4,7 @@
 
 #include "llm/kernels/gemv_integer.h"
 #include "llm/kernels/gemv_run.h"
+#include "llm/kernels/scales.h"
 #include "llm/pack/bit_planes.h"
 #if ANYACCEL_LANES == 8
 #include "llm/kernels/bf16_columns.h"
@@ -194,17 +195,21 @@ void for_float_columns(const uint8_t* block, int64_t k0, int64_t k1, const Put& 
   }
 }
 
+void read_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, Floats& scale, Floats& minimum) {
+  for (int v = 0; v < kVecs; ++v) {
+    const RowScales rows = row_scales(layout, block, column, v * kLanes);
+    scale.x[v] = rows.scale;
+    minimum.x[v] = rows.minimum;
+  }
+}
+
 template <class Put>
 void for_i8_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
   Floats scale =
       layout.group == 0 ? load_rows(reinterpret_cast<const float*>(block + layout.scales_at(0))) : all(broadcast(0.0f));
   Floats minimum = all(broadcast(0.0f));
   for (int64_t k = k0; k < k1; k += 4) {
-    if (layout.group != 0 && (k == k0 || k % layout.group == 0)) {
-      const uint8_t* group = block + layout.scales_at(k);
-      scale = load_rows_f16(group);
-      if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
-    }
+    if (layout.group != 0 && (k == k0 || k % layout.group == 0)) read_scales(layout, block, k, scale, minimum);
     const uint8_t* line = block + layout.unit_at(k) + static_cast<size_t>(k % kUnitColumns / 4) * kLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
     put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));
@@ -217,9 +222,8 @@ void for_i4_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0,
   Floats scale = all(broadcast(0.0f)), minimum = all(broadcast(0.0f));
   for (int64_t k = k0; k < k1; k += 8) {
     if (k == k0 || k % layout.group == 0) {
-      const uint8_t* scales = block + layout.scales_at(k);
-      scale = load_rows_f16(scales);
-      minimum = layout.minimum ? load_rows_f16(scales + kLine / 2) : mul(scale, broadcast(-8.0f));
+      read_scales(layout, block, k, scale, minimum);
+      if (!layout.minimum) minimum = mul(scale, broadcast(-8.0f));
     }
     const uint8_t* line = block + layout.unit_at(k) + static_cast<size_t>(k % kUnitColumns / 8) * kLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
@@ -240,11 +244,7 @@ void for_bits_columns(const BlockLayout& layout, const uint8_t* block, int64_t k
   for (int64_t k = k0; k < k1; k += 4) {
     if (k == k0 || k % kUnitColumns == 0)
       expand_unit(format, block + layout.unit_at(k), zero ? -(1 << (format.bits - 1)) : 0, lines);
-    if (k == k0 || k % layout.group == 0) {
-      const uint8_t* group = block + layout.scales_at(k);
-      scale = load_rows_f16(group);
-      if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
-    }
+    if (k == k0 || k % layout.group == 0) read_scales(layout, block, k, scale, minimum);
     const uint8_t* line = lines + k % kUnitColumns / 4 * kPlaneLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
     put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));

@@ -10,6 +10,10 @@
 // scales, with a minimum followed by 16 half minima, then its units of 32 columns. So a block is read from end to end,
 // as one stream: with all scales behind all values it was two streams, with gaps, which the prefetchers of processors
 // follow badly. A half is what quantised checkpoints have for scales.
+//
+// With superblocks a section is 256 columns with minima, and 512 without: a line with 16 halves that scales are times,
+// and 16 of minima, or of the next superblock; then 16 bytes with a sign for the scales of each group, and 16 for its
+// minima; then the units.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +24,13 @@
 namespace anyaccel::llm {
 
 constexpr int kUnitColumns = 32;
+constexpr size_t kFactorBytes = 64;  // before a section's scales, with superblocks
 
 // Plain data, made of a Shape once a call.
 struct BlockLayout {
   Format format;
   bool minimum;
+  bool superblocks;
   int group;  // columns that share a scale; 0: a scale a row
   int64_t cols, padded_cols;
   size_t unit_bytes;      // values of 32 columns
@@ -40,7 +46,12 @@ struct BlockLayout {
     return section_at(column) + section_scales + static_cast<size_t>(in_section(column) / kUnitColumns) * unit_bytes;
   }
   size_t scales_at(int64_t column) const {
-    return group == 0 ? 0 : section_at(column) + static_cast<size_t>(in_section(column) / group) * scale_stride;
+    const size_t first = superblocks ? kFactorBytes : 0;
+    return group == 0 ? 0 : section_at(column) + first + static_cast<size_t>(in_section(column) / group) * scale_stride;
+  }
+  // With superblocks: the 16 halves of the superblock that a column is in. Those of minima follow.
+  size_t factors_at(int64_t column) const {
+    return section_at(column) + static_cast<size_t>(in_section(column) / kSuperblock) * kFactorBytes / 2;
   }
 
  private:

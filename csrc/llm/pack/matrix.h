@@ -57,6 +57,9 @@ struct Shape {
   // value = scale * q + minimum, with q in 0 .. 2^bits - 1 for fewer than 8 bits; else scale * q for i8, scale * code
   // for codes, and scale * (q - 2^(bits - 1)) for the others. Not for i8 with a scale a row.
   bool minimum = false;
+  // Scales and minima are whole numbers of 8 bits times a half of each superblock of 256 columns, as in ggml's K types.
+  // Of groups of 16 and 32 in fewer than 8 bits.
+  bool superblocks = false;
 
   int64_t padded_rows() const { return (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
   int64_t padded_cols() const;
@@ -68,8 +71,10 @@ struct Shape {
 // Throws std::invalid_argument: an impossible group, no rows, a size that overflows.
 void check(const Shape& shape);
 
-// What rows are read from. Quantised kinds are ggml's blocks of 32 columns.
-enum class SourceType : uint8_t { f32, f16, bf16, f64, q8_0, q4_0, q4_1 };
+constexpr int64_t kSuperblock = 256;  // columns
+
+// What rows are read from. Quantised kinds are ggml's blocks of 32 columns, and its superblocks.
+enum class SourceType : uint8_t { f32, f16, bf16, f64, q8_0, q4_0, q4_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
 size_t source_row_bytes(SourceType type, int64_t cols);
 
 struct Source {
@@ -93,15 +98,15 @@ class Matrix {
   bool empty() const { return data_ == nullptr; }
 
   // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source that the
-  // matrix's format holds is kept bit by bit: any of them in i8 of 16 or 32, q4_0 and q4_1 also in i4 of 32; q4_1 needs
-  // a minimum.
+  // matrix's format holds is kept bit by bit: blocks of 32 in i8 of 16 or 32, q4_0 and q4_1 also in i4 of 32; q4_1
+  // needs a minimum. Superblocks are read into the one format that has superblocks and their bits and groups.
   // `order`: row i comes from row order[i] of the source; null: in order. Rows outside are an error.
   // Calls for different rows of one block may not run at the same time.
   // Throws std::invalid_argument.
   void set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order = nullptr);
   // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors, GGUF): values q[count][cols] without a sign, or
   // int8 (i8), scales[count][groups], and for a matrix with minimum minima[count][groups]. Other formats than i8 and i4
-  // are made in this way only, or of q4_0 and q4_1 if they have 5 bits or more.
+  // are made in this way only, or of q4_0 and q4_1 if they have 5 bits or more. Not for superblocks.
   void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
   // Row `row` as floats: cols of them. Reads only that row: for embeddings.
   void row(int64_t row, float* out) const;

@@ -13,6 +13,7 @@
 #include "llm/pack/grouped.h"
 #include "llm/pack/matrix.h"
 #include "llm/pack/pack_source.h"
+#include "llm/pack/superblocks.h"
 #include "simd/convert.h"
 #include "simd/pick.h"
 
@@ -26,6 +27,8 @@ template <class T>
 void put(uint8_t* to, T value) {
   std::memcpy(to, &value, sizeof value);
 }
+
+constexpr uint16_t kNegative = 0x8000;  // the sign of a half
 
 // Where things are in a block of floats, or in a unit (without groups: the whole block) of quantised values.
 size_t i8_at(int64_t k, int r) { return static_cast<size_t>((k / 4 * kLanes + r) * 4 + k % 4); }
@@ -270,6 +273,27 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
   }
 }
 
+// Superblocks into the format that has their bits, groups and minima, kept bit by bit.
+void keep_superblocks(const BlockLayout& layout, const SuperblockType& type, const Lanes& lanes, uint8_t* block) {
+  const FormatRow& format = row_of(layout.format);
+  Superblock from;
+  for (int64_t k0 = 0; k0 < layout.padded_cols; k0 += kSuperblock)
+    for (int r = 0; r < kLanes; ++r) {
+      if (lanes.row[r] == nullptr) continue;
+      type.read(lanes.row[r] + k0 / kSuperblock * type.bytes, from);
+      uint8_t* factors = block + layout.factors_at(k0) + static_cast<size_t>(r) * 2;
+      put(factors, from.factor);
+      if (layout.minimum) put(factors + kLanes * 2, static_cast<uint16_t>(from.minimum_factor ^ kNegative));
+      uint8_t* scales = block + layout.scales_at(k0) + r;
+      for (int g = 0; g < kSuperblock / layout.group; ++g, scales += layout.scale_stride) {
+        scales[0] = static_cast<uint8_t>(from.scales[g]);
+        if (layout.minimum) scales[kLanes] = static_cast<uint8_t>(from.minima[g]);
+      }
+      for (int k = 0; k < kSuperblock; k += kUnitColumns)
+        put_row(format, block + layout.unit_at(k0 + k), r, from.q + k);
+    }
+}
+
 [[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
 
 bool holds(const BlockLayout& layout, SourceType type) {
@@ -280,6 +304,7 @@ bool holds(const BlockLayout& layout, SourceType type) {
 }
 
 void pack_block(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  if (const SuperblockType* type = superblock_type(source.type)) return keep_superblocks(layout, *type, lanes, block);
   if (holds(layout, source.type)) return keep_quantised(layout, source.type, lanes, cols, block);
   switch (layout.format) {
     case Format::f32:
@@ -327,6 +352,11 @@ size_t source_row_bytes(SourceType type, int64_t cols) {
     case SourceType::bf16:
       return static_cast<size_t>(cols) * 2;
     default:
+      if (const SuperblockType* superblock = superblock_type(type)) {
+        if (cols % kSuperblock != 0)
+          fail("rows of " + std::to_string(cols) + " values cannot be in superblocks of 256");
+        return static_cast<size_t>(cols / kSuperblock * superblock->bytes);
+      }
       if (cols % kSourceGroup != 0)
         fail("rows of " + std::to_string(cols) + " values cannot be in quantised blocks of 32");
       return static_cast<size_t>(cols / kSourceGroup * block_bytes_of(type));
@@ -337,12 +367,16 @@ void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const 
   if (empty()) fail("it has no memory");
   check_rows(shape_, first, count);
   if (source.data == nullptr && count > 0) fail("its source has no data");
-  if (source.type > SourceType::q4_1) fail("unknown source type");
+  if (source.type > SourceType::iq4_xs) fail("unknown source type");
+  const SuperblockType* superblock = superblock_type(source.type);
+  const bool held = superblock != nullptr && superblock->format == shape_.format && superblock->group == shape_.group &&
+                    superblock->minimum == shape_.minimum;
+  if (shape_.superblocks ? !held : superblock != nullptr) fail("its format does not hold these superblocks");
   const size_t row_bytes = source_row_bytes(source.type, shape_.cols);  // checks the number of columns
   Source dense = source;
-  if (!is_quantised(source.type) && dense.col_stride == 0)
-    dense.col_stride = static_cast<int64_t>(row_bytes) / shape_.cols;
-  if (is_quantised(source.type) && source.col_stride != 0) fail("quantised rows cannot have a column stride");
+  const bool floats = !is_quantised(source.type) && superblock == nullptr;
+  if (floats && dense.col_stride == 0) dense.col_stride = static_cast<int64_t>(row_bytes) / shape_.cols;
+  if (!floats && source.col_stride != 0) fail("quantised rows cannot have a column stride");
   for (int64_t i = 0; order != nullptr && i < count; ++i)
     if (order[i] < 0) fail("row " + std::to_string(order[i]) + " of its source does not exist");
   const BlockLayout layout = layout_of(shape_);
@@ -375,6 +409,7 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
                                 const float* minima) {
   if (empty()) fail("it has no memory");
   if (!is_quantised(shape_.format)) fail("its format is not a quantised one");
+  if (shape_.superblocks) fail("superblocks are read from superblocks only");
   check_rows(shape_, first, count);
   if (count > 0 && (q == nullptr || scales == nullptr)) fail("values or scales are missing");
   if (count > 0 && (minima != nullptr) != shape_.minimum)
@@ -419,8 +454,12 @@ void Matrix::row(int64_t row, float* out) const {
   const BlockLayout layout = layout_of(shape_);
   const uint8_t* from = block(row / kBlockRows);
   const int r = static_cast<int>(row % kBlockRows);
-  const auto half_at = [&](int64_t k, size_t offset) {
-    return from_f16(read<uint16_t>(from + layout.scales_at(k) + offset + static_cast<size_t>(r) * 2));
+  // The scale of a column's group, or its minimum.
+  const auto scale_of = [&](int64_t k, bool minimum) {
+    const auto half = [&](size_t at) { return from_f16(read<uint16_t>(from + at + static_cast<size_t>(r) * 2)); };
+    if (!layout.superblocks) return half(layout.scales_at(k) + (minimum ? kLanes * 2 : 0));
+    const auto whole = static_cast<int8_t>(from[layout.scales_at(k) + static_cast<size_t>(r + (minimum ? kLanes : 0))]);
+    return half(layout.factors_at(k) + (minimum ? kLanes * 2 : 0)) * static_cast<float>(whole);
   };
   const int64_t cols = shape_.cols;
   switch (shape_.format) {
@@ -436,8 +475,8 @@ void Matrix::row(int64_t row, float* out) const {
     case Format::i8: {
       const int64_t group = layout.group == 0 ? cols : layout.group;
       for (int64_t k0 = 0; k0 < cols; k0 += group) {
-        const float scale = layout.group == 0 ? read<float>(from + layout.scales_at(0) + r * 4) : half_at(k0, 0);
-        const float minimum = layout.minimum ? half_at(k0, kLanes * 2) : 0.0f;
+        const float scale = layout.group == 0 ? read<float>(from + layout.scales_at(0) + r * 4) : scale_of(k0, false);
+        const float minimum = layout.minimum ? scale_of(k0, true) : 0.0f;
         const uint8_t* q = from + layout.unit_at(k0) + i8_at(k0 % kUnitColumns, r);
         for (int64_t k = 0; k < std::min(group, cols - k0); ++k)
           out[k0 + k] = scale * static_cast<float>(static_cast<int8_t>(q[i8_at(k, 0)])) + minimum;
@@ -448,8 +487,8 @@ void Matrix::row(int64_t row, float* out) const {
       const FormatRow& format = row_of(shape_.format);
       const int zero = layout.minimum ? 0 : 1 << (format.bits - 1);
       for (int64_t k = 0; k < cols; ++k) {
-        const float scale = half_at(k, 0);
-        const float minimum = layout.minimum ? half_at(k, kLanes * 2) : 0.0f;
+        const float scale = scale_of(k, false);
+        const float minimum = layout.minimum ? scale_of(k, true) : 0.0f;
         const int q = get_bits(layout, from, k, r);
         out[k] = scale * static_cast<float>(format.codes != nullptr ? format.codes[q] : q - zero) + minimum;
       }

@@ -16,7 +16,7 @@ from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.gguf_types import HELD, UNREAD
 from anyaccel.inference.native import packed_cache
 from anyaccel.inference.native.formats import Format, Precision, choose, stored_format
-from anyaccel.inference.native.packing import _converted, _pack, _Tensor
+from anyaccel.inference.native.packing import _converted, _pack, _Tensor, with_superblocks
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.mapping import Unsupported
 from gguf_cases import random_blocks
@@ -29,7 +29,10 @@ HALVES = 4e-4  # scales and minima rounded to halves; bfloat16 has 1.7e-3
 BF16 = 3e-3
 MINIMA = 8e-4  # the same, of values around zero that are counted from their minimum
 
-# Type -> the form that it runs in, most error of its values (root mean square, relative to that of the values).
+# Of these, whole blocks are kept bit by bit.
+SUPERBLOCKS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+# Type -> the form that it runs in, most error of its values (root mean square, relative to that of the values) where
+# blocks are divided.
 FORMS: dict[str, tuple[Format, float]] = {
     "F64": (("f32", 0, False), EXACT),
     "F32": (("f32", 0, False), EXACT),
@@ -84,7 +87,7 @@ class OneMatrix:
 
     def __init__(self, shape: MatrixShape) -> None:
         self.shape = shape
-        self.linear = _llm.Linear(shape.rows, shape.cols, shape.format, shape.group, shape.minimum)
+        self.linear = _llm.Linear(shape.rows, shape.cols, shape.format, shape.group, shape.minimum, shape.superblocks)
 
     def set_rows(self, name: str, first: int, count: int, address: int, kind: str, *more: Any) -> None:
         row_stride, col_stride, order = (*more, None)[:3]
@@ -110,11 +113,12 @@ def packed(tensors: list[Any], cols: range = range(COLS)) -> OneMatrix:
     """One matrix of the rows of all tensors, in the form that `--dtype auto` gives it."""
     rows = sum(tensor.shape[0] for tensor in tensors)
     shape = choose(MatrixShape("w", rows, len(cols)), Precision(None), [stored_format(each, cols) for each in tensors])
+    parts = [_Tensor("w", each, range(each.shape[0]), each.shape[1], 0.0, 1.0) for each in tensors]
+    shape, parts = with_superblocks(shape, parts, cols)
     matrix, at = OneMatrix(shape), 0
-    for tensor in tensors:
-        part = _Tensor("w", tensor, range(tensor.shape[0]), tensor.shape[1], 0.0, 1.0)
+    for part in parts:
         _pack(matrix, shape, at, part, part.rows, cols, _converted(shape, part, part.rows, cols))  # type: ignore[arg-type]
-        at += tensor.shape[0]
+        at += len(part.rows)
     return matrix
 
 
@@ -164,6 +168,8 @@ def test_values_and_products_are_those_of_the_file(kind: str, tmp_path: Path) ->
     matrix = packed([tensor])
     shape = matrix.shape
     assert (shape.format, shape.group, shape.minimum) == form
+    assert shape.superblocks == (kind in SUPERBLOCKS)
+    most = EXACT if shape.superblocks else most
     found = matrix.values()
     assert error(found, wanted) < most
     assert np.abs(found - wanted).max() < 1.5 * most * np.abs(wanted).max()
@@ -185,7 +191,13 @@ def test_a_rank_has_its_columns(kind: str, tmp_path: Path) -> None:
     wanted = dequantised(kind, data)
     file = write(tmp_path / "m.gguf", {"w": (kind, data)})  # whose memory tensors are
     tensor = file.tensor("w")
-    for cols, most in ((range(64, 400), MINIMA), (range(48, 768), MINIMA), (range(7, 300), BF16)):
+    superblock = EXACT if kind in SUPERBLOCKS else MINIMA
+    for cols, most in (
+        (range(256, 768), superblock),
+        (range(64, 400), MINIMA),
+        (range(48, 768), MINIMA),
+        (range(7, 300), BF16),
+    ):
         matrix = packed([tensor], cols)
         assert error(matrix.values(), wanted[:, cols.start : cols.stop]) < most
         assert (matrix.shape.format == "bf16") == (cols.start == 7)

@@ -204,7 +204,7 @@ def test_lists_of_weights_that_do_not_fit() -> None:
 
     _, spec, _ = native_models.whole("llama")
     matrices, vectors = weights(spec)
-    lists = [(each.name, each.rows, each.cols, "f32", 0, False) for each in matrices]
+    lists = [dataclasses.replace(each, format="f32").entry() for each in matrices]
     counts = [(each.name, each.count) for each in vectors]
 
     def make(matrices: Any, vectors: Any = counts, spec: Any = spec, cache: str = "f32") -> None:
@@ -212,11 +212,11 @@ def test_lists_of_weights_that_do_not_fit() -> None:
 
     for wrong, text in [
         (lists[1:], "'embed' is missing"),
-        ([*lists, ("more", 1, 1, "f32", 0, False)], "'more' is not one"),
+        ([*lists, ("more", 1, 1, "f32", 0, False, False)], "'more' is not one"),
         ([*lists, lists[0]], "listed twice"),
-        ([("embed", 131, 47, "f32", 0, False), *lists[1:]], "131 x 47"),
-        ([("embed", 131, 48, "i4", 7, False), *lists[1:]], "'embed'"),
-        ([("embed", 131, 48, "i7", 0, False), *lists[1:]], "format 'i7'"),
+        ([("embed", 131, 47, "f32", 0, False, False), *lists[1:]], "131 x 47"),
+        ([("embed", 131, 48, "i4", 7, False, False), *lists[1:]], "'embed'"),
+        ([("embed", 131, 48, "i7", 0, False, False), *lists[1:]], "format 'i7'"),
     ]:
         with pytest.raises(UsageError, match=text):
             make(wrong)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, SUPERBLOCK
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
+from anyaccel.inference.checkpoints.sources import TensorView
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.inference.spec.packed_formats import FORMATS, Format
 
@@ -67,6 +68,13 @@ class GgufBlocks:
         if not self._fits_halves or cols.start % group:
             return ("bf16", 0, False)
         return (kind if group in FORMATS[kind].groups else "i8", group, minimum)
+
+    def superblocks(self, cols: range) -> TensorView | None:
+        """The matrix as `_llm` reads it, if these columns are whole superblocks of a type that it reads."""
+        if not HELD[self.type].superblocks or cols.start % SUPERBLOCK or len(cols) % SUPERBLOCK:
+            return None
+        strides = (self.row_bytes, BLOCK_BYTES[self.type][1])
+        return TensorView(self.where, self.type, self.shape, strides, self.file.address + self.begin, file=self.file)
 
     def entry(self, index: int) -> GgufBlocks:
         """One entry of a stack."""

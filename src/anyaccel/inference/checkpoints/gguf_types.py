@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types of GGUF: their blocks, and the smallest native format that holds their values.
 
-A matrix runs in the precision of the file. If native code has no kernel for a type's layout, its values are converted
-to the smallest format that holds them: the quantised values (`q`) exactly, scales and minima rounded to the halves of
-the native formats. That changes a value by at most 2**-10 of the largest of its group, and at most half as much as
-rounding to bfloat16 would; types whose scales are halves already are kept exactly.
+A matrix runs in the precision of the file. Superblocks of the K types and IQ4_XS are kept bit by bit. Of other types,
+and where ranks or matrices of several types divide superblocks, values are converted to the smallest format that holds
+them: the quantised values (`q`) exactly, scales and minima rounded to the halves of the native formats. That changes a
+value by at most 2**-10 of the largest of its group, and at most half as much as rounding to bfloat16 would; types whose
+scales are halves already are kept exactly.
 
 The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and ggml-quants.c (`dequantize_row_*`).
 """
@@ -58,6 +59,7 @@ UNREAD = {
     41: "q1_0",
 }
 
+SUPERBLOCK = 256  # values of the largest blocks
 BLOCK_BYTES = {name: (values, size) for name, values, size in GGML_TYPES.values()}
 
 Levels = tuple[Any, Any]  # scales and minima [blocks, groups of a block] float32; minima None without them
@@ -73,12 +75,14 @@ class HeldType:
         fractions: whether scales may be too small for a half, as fractions of a half or with a wider range.
         codes: returns the values as the unsigned numbers of `format`, uint8 [blocks, values]; None: they are found from
             what the package gguf says of a block, which takes several times as long.
+        superblocks: whether `_llm` reads whole blocks, and keeps scales in the bits that they have.
     """
 
     format: Format
     levels: Callable[[Any], Levels]
     fractions: bool = False
     codes: Callable[[Any], Any] | None = None
+    superblocks: bool = False
 
 
 def _half(blocks: Any, at: int) -> Any:
@@ -212,11 +216,11 @@ def _mxfp4(blocks: Any) -> Levels:
 HELD: dict[str, HeldType] = {
     "q5_0": HeldType(("i5", 32, False), lambda blocks: (_half(blocks, 0), None)),
     "q5_1": HeldType(("i5", 32, True), lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
-    "q2_k": HeldType(("i2", 16, True), _q2_k),
-    "q3_k": HeldType(("i3", 16, False), _q3_k),
-    "q4_k": HeldType(("i4", 32, True), _scales_of_6_bits, codes=_q4_k_codes),
-    "q5_k": HeldType(("i5", 32, True), _scales_of_6_bits, codes=_q5_k_codes),
-    "q6_k": HeldType(("i6", 16, False), _q6_k, codes=_q6_k_codes),
+    "q2_k": HeldType(("i2", 16, True), _q2_k, superblocks=True),
+    "q3_k": HeldType(("i3", 16, False), _q3_k, superblocks=True),
+    "q4_k": HeldType(("i4", 32, True), _scales_of_6_bits, codes=_q4_k_codes, superblocks=True),
+    "q5_k": HeldType(("i5", 32, True), _scales_of_6_bits, codes=_q5_k_codes, superblocks=True),
+    "q6_k": HeldType(("i6", 16, False), _q6_k, codes=_q6_k_codes, superblocks=True),
     "iq1_s": HeldType(("i4", 32, True), _iq1_s, fractions=True),
     "iq1_m": HeldType(("i8", 16, False), _iq1_m, fractions=True),
     "iq2_xxs": HeldType(("i8", 32, False), _iq2_xxs, fractions=True),
@@ -233,7 +237,7 @@ HELD: dict[str, HeldType] = {
     "iq3_xxs": HeldType(("i8", 32, False), _iq3_xxs, fractions=True),
     "iq3_s": HeldType(("i4", 32, True), _iq3_s),
     "iq4_nl": HeldType(("nl4", 32, False), lambda blocks: (_half(blocks, 0), None)),
-    "iq4_xs": HeldType(("nl4", 32, False), _iq4_xs),
+    "iq4_xs": HeldType(("nl4", 32, False), _iq4_xs, superblocks=True),
     "tq1_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 52), None)),
     "tq2_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 64), None)),
     "mxfp4": HeldType(("fp4", 32, False), _mxfp4, fractions=True),

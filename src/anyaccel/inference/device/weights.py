@@ -58,7 +58,7 @@ class DeviceWeights:
         self._orders = row_orders(spec)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         quantised: dict[str, tuple[tuple[int, int], tuple[str, int, bool]]] = {}
-        for name, rows, cols, kind, group, minimum in shapes["matrices"]:
+        for name, rows, cols, kind, group, minimum, _superblocks in shapes["matrices"]:
             if kind in DTYPES:
                 sizes[name] = (rows, cols), DTYPES[kind]
             else:
@@ -66,7 +66,7 @@ class DeviceWeights:
         for name, count in shapes["vectors"]:
             sizes[name] = (count,), torch.float32 if _OF_ROUTER.search(name) else dtype
         self._missing = {name: shape[0] for name, (shape, _) in (sizes | quantised).items()}
-        kinds = {name: kind for name, _, _, kind, _, _ in shapes["matrices"]}
+        kinds = {name: kind for name, _, _, kind, *_ in shapes["matrices"]}
         self.layouts: list[LayerLayout] = []
         for index, layer in enumerate(spec.layers):
             at = f"layers.{index}."

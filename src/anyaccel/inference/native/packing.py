@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks, TransposedBlocks
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
 from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix, row_index
 from anyaccel.inference.checkpoints.sources import (
     BLOCKS,
@@ -63,6 +64,20 @@ class _Tensor:
     cols: int
     plus: float
     times: float
+
+    def superblocks(self, cols: range) -> TensorView | None:
+        """What `_llm` reads as it is, where these columns are superblocks."""
+        return self.tensor.superblocks(cols) if isinstance(self.tensor, GgufBlocks) and self.times == 1 else None
+
+
+def with_superblocks(shape: MatrixShape, parts: list[_Tensor], cols: range) -> tuple[MatrixShape, list[_Tensor]]:
+    """A matrix and its parts as `_llm` reads them, which are one type of superblocks; else they are as they were."""
+    views = [each.superblocks(cols) for each in parts]
+    own = {stored_format(each.tensor, cols) for each in parts}
+    if None in views or own != {(shape.format, shape.group, shape.minimum)}:
+        return shape, parts
+    kept = [replace(each, tensor=view) for each, view in zip(parts, views, strict=True)]
+    return replace(shape, superblocks=True), kept
 
 
 _Chunk = tuple[_Tensor, Rows, Callable[[], Any]]
@@ -145,7 +160,7 @@ class Plan:
     def shapes(self) -> dict[str, Any]:
         """The weights as `_llm.DecoderModel` takes them."""
         return {
-            "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
+            "matrices": [shape.entry() for shape in self.matrices],
             "vectors": [(v.name, v.count) for v in self.vectors],
         }
 
@@ -189,6 +204,35 @@ class Plan:
         whole = self._whole_matrices[shape.name]
         cols = self._slice(shape.name).cols or range(whole.cols)
         return choose(shape, precision, [stored_format(each.tensor, cols) for each in self._parts[shape.name]])
+
+    def fit_to_llm(self, precision: Precision) -> None:
+        """Have matrices in forms that only `_llm` has: superblocks as they are, values in a format of their own."""
+        self.matrices = [own for shape in self.matrices for own in self._divided(shape, precision)]
+        for number, shape in enumerate(self.matrices):
+            cols = self._slice(shape.name).cols or range(shape.cols)
+            self.matrices[number], self._parts[shape.name] = with_superblocks(shape, self._parts[shape.name], cols)
+
+    def _divided(self, shape: MatrixShape, precision: Precision) -> list[MatrixShape]:
+        """`qkv` without its values, and these, where a format that holds both would be larger than each one's own."""
+        at, _, name = shape.name.rpartition(".")
+        if name != "qkv" or self._slice(shape.name).cols is not None:
+            return [shape]
+        pieces = list(self._row_slices(shape.name))
+        attention = self.spec.layers[int(at.split(".")[1]) - self.spec.first_layer].attention
+        if attention is None or attention.gated or len(pieces) != 3:
+            return [shape]
+        if len(pieces[2][1]) != attention.kv_heads * attention.value_dim:
+            return [shape]
+        found = []
+        for native, chosen in ((shape.name, pieces[:2]), (f"{at}.v", pieces[2:])):
+            wanted = replace(shape, name=native, rows=sum(len(rows) for _, rows in chosen))
+            own = [stored_format(part.tensor, range(part.cols)) for part, _ in chosen]
+            found.append((choose(wanted, precision, own), [replace(part, rows=rows) for part, rows in chosen]))
+        if len({(each.format, each.group, each.minimum) for each, _ in found}) == 1:
+            return [shape]
+        for each, parts in found:
+            self._parts[each.name], self._slices[each.name] = parts, WeightSlice(())
+        return [each for each, _ in found]
 
     def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
         """The parts of a native weight: the first alternative whose tensors all exist."""
@@ -383,7 +427,7 @@ def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
     """`rows` in chunks of a few megabytes that end, in the packed matrix, where a block of rows does."""
     row_bytes = part.cols * 4
     if isinstance(part.tensor, TensorView):
-        values, size = BLOCKS[part.tensor.type]
+        values, size = BLOCK_BYTES[part.tensor.type]
         row_bytes = part.cols // values * size
         if not part.tensor.is_by_rows:
             yield rows
@@ -403,7 +447,7 @@ def _pack(
     tensor = part.tensor
     if isinstance(tensor, TensorView) and part.times == 1:
         row_stride, col_stride = tensor.strides
-        values, size = BLOCKS[tensor.type]
+        values, size = BLOCK_BYTES[tensor.type]
         if values > 1:
             if cols.start % values or cols.stop % values:
                 raise Unsupported(f"{tensor.type} blocks that ranks would share ({tensor.where})")

@@ -337,6 +337,7 @@ def _pack(
     """The model, and the shapes of its weights."""
     callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
+    plan.fit_to_llm(Precision.from_options(options))
     callbacks.raise_if_cancelled()
     shapes = plan.shapes()
     model = _make(plan.spec, shapes, options, place)

@@ -418,7 +418,12 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """A packed matrix [rows, cols] of this rank. format: f32, f16, bf16, i8 (group 0 or 32), i4 (group 32, 64, 128)."""
+    """A packed matrix [rows, cols] of this rank, as `Shape` of csrc/llm/pack/matrix.h.
+
+    Attributes:
+        format, group, minimum: see `packed_formats`.
+        superblocks: scales and minima are bytes, times a half of 256 columns.
+    """
 
     name: str
     rows: int
@@ -426,6 +431,11 @@ class MatrixShape:
     format: str = "bf16"
     group: int = 0
     minimum: bool = False
+    superblocks: bool = False
+
+    def entry(self) -> tuple[str, int, int, str, int, bool, bool]:
+        """The shape as `_llm.DecoderModel` takes it."""
+        return (self.name, self.rows, self.cols, self.format, self.group, self.minimum, self.superblocks)
 
 
 @dataclass(frozen=True)
