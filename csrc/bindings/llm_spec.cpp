@@ -271,6 +271,17 @@ llm::LayerInputsSpec read_layer_inputs(const nb::handle& from) {
   return spec;
 }
 
+llm::HiddenInputsSpec read_hidden_inputs(const nb::handle& from) {
+  llm::HiddenInputsSpec spec;
+  get(from, "width", spec.width);
+  numbers(from, "taps", spec.taps);
+  get(from, "own_tap", spec.own_tap);
+  optional(from, "embed_norm", spec.embed_norm, read_norm);
+  optional(from, "hidden_norm", spec.hidden_norm, read_norm);
+  get(from, "hidden_first", spec.hidden_first);
+  return spec;
+}
+
 llm::InputGateSpec read_input_gate(const nb::handle& from) {
   llm::InputGateSpec spec;
   spec.mlp = read_mlp(at(from, "mlp"));
@@ -334,6 +345,7 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   optional(from, "layer_inputs", spec.layer_inputs, read_layer_inputs);
   get(from, "token_types", spec.token_types);
   optional(from, "relative_bias", spec.relative_bias, read_relative_bias);
+  optional(from, "hidden_inputs", spec.hidden_inputs, read_hidden_inputs);
   return spec;
 }
 

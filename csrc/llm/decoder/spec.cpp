@@ -169,6 +169,18 @@ void check_encoder(const DecoderSpec& spec) {
     fail("", "relative_bias is of " + std::to_string(spec.relative_bias->heads) + " heads, the layers have others");
 }
 
+// A head that drafts: one rank's or stage's embedding and head are another model's, whose hidden states it reads.
+void check_hidden_inputs(const DecoderSpec& spec) {
+  const HiddenInputsSpec& inputs = *spec.hidden_inputs;
+  in_range("", "hidden_inputs.width", inputs.width, 1);
+  in_range("", "hidden_inputs.taps", static_cast<int64_t>(inputs.taps.size()), 1, 1 << 8);
+  for (const int tap : inputs.taps) in_range("", "hidden_inputs.taps", tap, -1, 1 << 16);
+  in_range("", "hidden_inputs.own_tap", inputs.own_tap, -1, static_cast<int64_t>(spec.layers.size()));
+  if (spec.stages > 1 || spec.positions > 0 || spec.layer_inputs || spec.is_recurrent() || spec.is_encoder() ||
+      spec.tied || spec.head_bias)
+    fail("", "hidden_inputs are of one stage with attention, rotary positions, and the head of another model");
+}
+
 }  // namespace
 
 void check(const DecoderSpec& spec) {
@@ -199,6 +211,7 @@ void check(const DecoderSpec& spec) {
   }
   in_range("", "token_types", spec.token_types, 0, 1 << 16);
   check_encoder(spec);
+  if (spec.hidden_inputs) check_hidden_inputs(spec);
   for (const RopeSpec& rope : spec.ropes) {
     in_range("", "inv_freq", static_cast<int64_t>(rope.inv_freq.size()), 1, 1 << 13);
     if (!rope.long_inv_freq.empty() && rope.long_inv_freq.size() != rope.inv_freq.size())

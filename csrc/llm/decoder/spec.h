@@ -175,6 +175,15 @@ struct RelativeBiasSpec {
   int heads = 0;
 };
 
+struct HiddenInputsSpec {
+  int64_t width = 0;
+  std::vector<int> taps;
+  int own_tap = -1;
+  std::optional<NormSpec> embed_norm;
+  std::optional<NormSpec> hidden_norm;
+  bool hidden_first = false;
+};
+
 struct InputGateSpec {
   MlpSpec mlp;
   NormSpec norm;
@@ -227,6 +236,7 @@ struct DecoderSpec {
   std::optional<LayerInputsSpec> layer_inputs;
   int64_t token_types = 0;
   std::optional<RelativeBiasSpec> relative_bias;
+  std::optional<HiddenInputsSpec> hidden_inputs;
 
   // Whether tokens see those behind them: whole sequences are computed, and nothing of them is kept.
   bool is_encoder() const {

@@ -51,6 +51,7 @@ class WeightWalk {
   void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, LinearWeights& token_types,
               const float*& relative_bias, Norm& embed_norm, LinearWeights& layer_embed,
               LinearWeights& layer_projection, Norm& layer_projection_norm) {
+    if (spec.hidden_inputs) return;  // the embedding is another model's
     if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
     if (!spec.is_first_stage()) return;
     if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
@@ -66,11 +67,18 @@ class WeightWalk {
     norm("layer_projection_norm", inputs.norm, inputs.features, layer_projection_norm);
   }
 
+  // Columns of `fuse` are those of the embedding, then of the hidden states.
+  void fuse(const HiddenInputsSpec& inputs, LinearWeights& out, Norm& embed_norm, Norm& hidden_norm) {
+    norm("fuse_embed_norm", inputs.embed_norm, hidden_, embed_norm);
+    norm("fuse_hidden_norm", inputs.hidden_norm, inputs.width, hidden_norm);
+    matrix("fuse", hidden_, product(1, hidden_ + inputs.width), out);
+  }
+
   // What comes after them; a tied head is the embedding.
   void after(const DecoderSpec& spec, LinearWeights& head, Norm& final_norm) {
     if (!spec.is_last_stage()) return;
     norm("final_norm", spec.final_norm, hidden_, final_norm);
-    if (!spec.tied) matrix("head", spec.own_vocab(), hidden_, head);
+    if (!spec.tied && !spec.hidden_inputs) matrix("head", spec.own_vocab(), hidden_, head);
     if (spec.head_bias) head.bias = vector("head.bias", spec.own_vocab());
   }
 
@@ -251,6 +259,7 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   Norm norm;
   const float* values = nullptr;
   list.before(spec, linear, linear, linear, values, norm, linear, linear, norm);
+  if (spec.hidden_inputs) list.fuse(*spec.hidden_inputs, linear, norm, norm);
   list.after(spec, linear, norm);
   return list.found;
 }
@@ -283,6 +292,8 @@ class Weights::Builder final : WeightWalk {
     LinearWeights embed, positions, token_types, layer_embed;
     before(spec_, embed, positions, token_types, weights_.relative_bias, weights_.embed_norm, layer_embed,
            weights_.layer_projection, weights_.layer_projection_norm);
+    if (spec_.hidden_inputs)
+      fuse(*spec_.hidden_inputs, weights_.fuse, weights_.fuse_embed_norm, weights_.fuse_hidden_norm);
     weights_.token_types = token_types.w;
     weights_.embed = embed.w;
     weights_.positions = positions.w;
@@ -494,6 +505,11 @@ void Weights::finish() {
   slots_.clear();
 }
 
+void Weights::borrow(const Weights& model) {
+  embed = model.embed;
+  head = model.head;
+}
+
 // Checkpoints have a channel's taps one after another; a step reads all channels' of one tap.
 void Weights::order_taps(LayerWeights& layer) {
   if (layer.conv == nullptr) return;
@@ -538,6 +554,7 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
     for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
   }
   add(layer_projection);
+  add(fuse);
   add(head);
   return all;
 }

@@ -108,6 +108,9 @@ class Weights {
   // Throws ModelError when something was not set.
   void finish();
 
+  // Of a head that drafts: embedding and head are those of `model`.
+  void borrow(const Weights& model);
+
   // What a pass over one token takes: the bytes of matrices that it reads, and how many products of two numbers. Of
   // experts as many as a token has. 1 at least.
   struct Load {
@@ -119,6 +122,8 @@ class Weights {
   const float* relative_bias = nullptr;  // [buckets, heads]
   LinearWeights layer_projection;
   Norm layer_projection_norm;
+  LinearWeights fuse;  // of hidden_inputs
+  Norm fuse_embed_norm, fuse_hidden_norm;
   LinearWeights head;
   Norm embed_norm, final_norm;
   std::vector<LayerWeights> layers;

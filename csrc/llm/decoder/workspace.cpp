@@ -86,11 +86,12 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
     if (layer.input_gate) most(features, layer.input_gate->mlp.features);
   }
   if (spec.layer_inputs) layer_inputs = spec.layer_inputs->layers * spec.layer_inputs->features;
+  if (spec.hidden_inputs) fused = hidden + spec.hidden_inputs->width;
 }
 
 int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
-         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out;
+         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused;
 }
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
@@ -122,6 +123,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.router = rows(wanted, widths.router);
   if (widths.top_k > 0) next.expert_out = rows(wanted, widths.hidden);
   next.layer_inputs = rows(wanted, widths.layer_inputs);
+  next.fused = rows(wanted, widths.fused);
   for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
   next.inputs.reserve(shapes, wanted);
   next.own.resize(static_cast<size_t>(threads));
@@ -131,6 +133,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     if (widths.two_norms) one.second_x = rows(kGemvTokens, widths.hidden);
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
+    one.fused = rows(kGemvTokens, widths.fused);
     one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
     if (widths.key_dim > 0) one.head_keys = Buffer(kHeadTokens * head_scratch(widths.key_dim));
     if (widths.own_norm) one.mixer_out = rows(kGemvTokens, widths.mixer_out);

@@ -97,6 +97,7 @@ struct Widths {
   bool two_gates = false;    // a short convolution's b and c
   bool own_norm = false;     // a norm of linear attention's result over several heads
   int64_t key_dim = 0;       // of linear attention
+  int64_t fused = 0;         // of hidden_inputs: the embedding and the hidden states
   bool two_deltas = false;   // a layer with attention and a recurrent mixer
 
   explicit Widths(const DecoderSpec& spec);
@@ -107,14 +108,14 @@ struct Widths {
 struct Workspace {
   // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
-    Buffer residual, x, second_x, heads, latent, row;
+    Buffer residual, x, second_x, heads, latent, row, fused;
     Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
     Inputs inputs;
     Routing routing;
   };
 
   Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;
-  Buffer mixed, mix_gates[2], steps, mixer_out;
+  Buffer mixed, mix_gates[2], steps, mixer_out, fused;
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
   Inputs inputs;
   Routing routing;

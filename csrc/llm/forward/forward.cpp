@@ -62,6 +62,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       states_(spec) {
   add_shape(shapes_, weights.head.w);
   add_shape(shapes_, weights.layer_projection.w);
+  add_shape(shapes_, weights.fuse.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
          {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router,
@@ -82,6 +83,8 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   for (const LayerSpec& layer : spec.layers) cache_layers_.push_back(layer.attention ? with_attention++ : -1);
   if (spec.is_encoder()) std::fill(cache_layers_.begin(), cache_layers_.end(), 0);  // nothing is seen by later steps
 }
+
+void Forward::add_head() { add_shape(shapes_, weights_.head.w); }
 
 size_t Forward::slot_floats() const {
   const int64_t of_tokens = 2 * most_tokens_ * padded_stride(spec_.hidden);
@@ -245,11 +248,30 @@ void StepThread::run() noexcept {
   for (size_t i = 0; i < spec_.layers.size(); ++i) {
     layer(i);
     finish_layer(i);
+    give_features(static_cast<int>(i) + 1);
   }
-  if (!spec_.is_last_stage())
-    pass_residual();
-  else if (!step_.wanted.empty() || !step_.hidden_wanted.empty())
-    head();
+  if (!spec_.is_last_stage()) return pass_residual();
+  give_features(-1);
+  if (!step_.wanted.empty() || !step_.hidden_wanted.empty()) head();
+}
+
+// The residual gets what is pending, as the next norm would have added it: what follows has the same bits.
+void StepThread::give_features(int tap) noexcept {
+  if (step_.features_wanted.empty() || std::find(step_.taps.begin(), step_.taps.end(), tap) == step_.taps.end()) return;
+  advance(Norm{}, false);
+  if (small_ && thread_ > 0) return;  // every thread has them all
+  const auto width = static_cast<int64_t>(step_.taps.size()) * spec_.hidden;
+  const Norm& last = tap < 0 ? weights_.final_norm : Norm{};
+  for (size_t i = 0; i < step_.features_wanted.size(); ++i) {
+    const int64_t t = step_.features_wanted[i];
+    if (t < mine_.begin || t >= mine_.end) continue;
+    for (size_t place = 0; place < step_.taps.size(); ++place) {
+      if (step_.taps[place] != tap) continue;
+      float* out = step_.features + static_cast<int64_t>(i) * width + static_cast<int64_t>(place) * spec_.hidden;
+      norm(last, residual_ + t * hidden_stride_, spec_.hidden, out);
+    }
+  }
+  mark(Work::norm);
 }
 
 void StepThread::take_residual() noexcept {
@@ -312,6 +334,29 @@ void StepThread::embed() noexcept {
   }
   mark(Work::embed);
   if (spec_.layer_inputs) embed_for_layers(*spec_.layer_inputs);
+  if (spec_.hidden_inputs) fuse(*spec_.hidden_inputs);
+}
+
+// The residual of a head that drafts: see HiddenInputs in spec/decoder.py. Ranks have all of it.
+void StepThread::fuse(const HiddenInputsSpec& spec) noexcept {
+  const int64_t stride = padded_stride(forward_.widths_.fused);
+  float* both = small_ ? own_.fused.get() : shared_.fused.get();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* row = both + t * stride;
+    norm(weights_.fuse_embed_norm, residual_ + t * hidden_stride_, spec_.hidden,
+         row + (spec.hidden_first ? spec.width : 0));
+    norm(weights_.fuse_hidden_norm, step_.inputs.data() + t * spec.width, spec.width,
+         row + (spec.hidden_first ? 0 : spec_.hidden));
+  }
+  float* out = shared_.delta[0].get();
+  fresh();
+  multiply_into(weights_.fuse, input(weights_.fuse.w.shape(), both, stride, tokens_), out, hidden_stride_);
+  barrier(Work::embed);
+  for (int64_t t = mine_.begin; t < mine_.end; ++t)
+    std::memcpy(residual_ + t * hidden_stride_, out + t * hidden_stride_,
+                static_cast<size_t>(spec_.hidden) * sizeof(float));
+  fresh();
+  barrier(Work::embed);
 }
 
 // What all layers get of the tokens beside the residual: see LayerInputs in spec/decoder.py.

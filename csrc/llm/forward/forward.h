@@ -31,6 +31,13 @@ struct StepTokens {
   float* logits = nullptr;             // [wanted, vocab]
   int64_t logits_stride = 0;
   float* hidden = nullptr;  // [hidden_wanted, hidden]
+  // Of a head that drafts (hidden_inputs): what it reads of its model's hidden states, [tokens, width].
+  std::vector<float> inputs;
+  // Rows of tokens, ascending, whose hidden states such a head will read, and where: of each of `taps` `hidden` floats,
+  // one after another. A tap is a number of layers, or -1 for what the last norm gives.
+  std::vector<int32_t> features_wanted;
+  std::vector<int> taps;
+  float* features = nullptr;
   // exact: results have the same bits whatever else is in the run. How a product sums depends on whether its tokens are
   // few (gemv) or many (gemm), so this is fixed: tokens of prompts (`prompt`) always count as many; of other tokens the
   // caller puts only few into a run; and logits are made as those of few tokens.
@@ -43,6 +50,8 @@ struct StepTokens {
     types.clear();
     wanted.clear();
     hidden_wanted.clear();
+    inputs.clear();
+    features_wanted.clear();
   }
 };
 
@@ -59,6 +68,9 @@ class Forward {
     ranks_ = ranks;
     stages_ = stages;
   }
+
+  // Of a head that drafts, once its weights have been borrowed.
+  void add_head();
 
   // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
   // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then undefined.

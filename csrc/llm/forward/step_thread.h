@@ -30,6 +30,8 @@ class StepThread {
   void take_residual() noexcept;
   void pass_residual() noexcept;
   void embed_for_layers(const LayerInputsSpec& spec) noexcept;
+  void fuse(const HiddenInputsSpec& spec) noexcept;
+  void give_features(int tap) noexcept;
   void layer(size_t index) noexcept;
   void finish_layer(size_t index) noexcept;
   // Attention, the recurrent mixer, or both; returns how many deltas there are.

@@ -2,6 +2,7 @@
 #include "llm/model/decoder_model.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "common/hash.h"
 #include "llm/errors.h"
@@ -114,6 +115,19 @@ void DecoderModel::finish() {
   finished_ = true;
 }
 
+void DecoderModel::borrow(DecoderModel& model) {
+  if (&model == this || !spec_.hidden_inputs) throw UsageError("borrow: only a head that drafts takes other weights");
+  const auto theirs = model.lock();
+  const auto held = lock();
+  const auto ends = [](const DecoderSpec& spec) {
+    return std::tuple(spec.vocab, spec.hidden, spec.vocab_first, spec.own_vocab(), spec.stages);
+  };
+  if (!model.finished_ || ends(model.spec_) != ends(spec_))
+    throw UsageError("borrow: the model is not complete, or has another vocabulary, other widths or ranks");
+  weights_.borrow(model.weights_);
+  forward_.add_head();
+}
+
 // --- tensor parallelism
 
 std::string DecoderModel::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
@@ -194,6 +208,8 @@ void DecoderModel::unlink() {
 
 void DecoderModel::check_ready() const {
   if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
+  if (spec_.hidden_inputs && weights_.head.w.empty())
+    throw UsageError("a head that drafts takes the embedding and head of its model: borrow() comes first");
   if ((spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected())) ||
       (spec_.stages > 1 && (stages_ == nullptr || !stages_->connected())))
     throw UsageError("rank " + std::to_string(spec_.stage * spec_.size + spec_.rank) + " of " +

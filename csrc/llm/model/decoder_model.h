@@ -37,6 +37,9 @@ class DecoderModel final : public Model {
   uint64_t read(int fd, int64_t offset, const FileProgress& progress);
   // After the last weight. Throws ModelError.
   void finish();
+  // Of a head that drafts for `model`: it takes that one's embedding and head, which have to be complete. Throws
+  // UsageError.
+  void borrow(DecoderModel& model);
 
   std::string create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
                              const std::vector<std::string>& addresses, const std::string& wire_dtype,
@@ -57,6 +60,7 @@ class DecoderModel final : public Model {
   int64_t most_tokens() const override { return forward_.most_tokens(); }
   bool exact() const override { return true; }
   Weights::Load load() const override { return weights_.load(spec_); }
+  bool gives_features() const override { return true; }
   void run(const StepTokens& tokens, std::vector<Pick>& /*picks*/) override { forward_.run(tokens); }
   uint64_t exchange(uint64_t value) override { return forward_.shared(value); }
   void share_rows(const StepTokens& tokens) override { forward_.share_rows(tokens); }

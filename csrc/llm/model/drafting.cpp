@@ -8,6 +8,16 @@
 
 namespace anyaccel::llm {
 
+void Model::check_head(const Model& draft, const DraftTranslation& translation) const {
+  const HiddenInputsSpec& inputs = *draft.spec_.hidden_inputs;
+  if (translation.to_draft || !gives_features() || spec_.stages > 1 || spec_.hidden_inputs)
+    throw UsageError("a head that drafts has its model's tokens and hidden states: one stage of the native runtime");
+  const int most = *std::max_element(inputs.taps.begin(), inputs.taps.end());
+  if (most > static_cast<int>(spec_.layers.size()) || draft.spec_.vocab != spec_.vocab ||
+      inputs.width != static_cast<int64_t>(inputs.taps.size()) * spec_.hidden)
+    throw UsageError("this head drafts for a model with other layers, another width or vocabulary");
+}
+
 void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation) {
   if (draft.get() == this) throw UsageError("a model cannot draft for itself: load it a second time");
   if (draft != nullptr) {
@@ -19,6 +29,7 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
     if (draft->spec_.size != spec_.size || draft->spec_.stages != spec_.stages)
       throw UsageError("the draft model is divided among " + std::to_string(draft->spec_.size * draft->spec_.stages) +
                        " ranks, the model among " + std::to_string(spec_.size * spec_.stages));
+    if (draft->spec_.hidden_inputs) check_head(*draft, translation);
   }
   const auto held = lock();
   if (draft != nullptr && draft_of_pace_.lock() != draft) {
@@ -79,7 +90,9 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
   batch.answered = batch.known = INT64_MAX;
   for (const Request* request : requests) {
     const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
-    const bool part = request->draft_from_ > 0;
+    // A head has no more to read than the hidden states that are kept.
+    const bool part = request->draft_from_ > 0 && !has_head();
+    const int64_t readable = has_head() ? request->states_.count() : length;
     const size_t level = request->draft_level();
     const double chance = request->acceptance_.value(pace.prior(level));
     batch.chance *= chance;
@@ -95,7 +108,7 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
     if (!by_model) continue;
     batch.part = batch.part || part;
     batch.known = std::min(batch.known, length - request->draft_from_);
-    const int64_t unread = request->follows(draft_) ? length - request->draft_read_to_ : length;
+    const int64_t unread = request->follows(draft_) ? length - request->draft_read_to_ : readable;
     batch.tokens += part ? length : unread;
     if (batch.unread >= 0) batch.unread = request->follows(draft_) ? batch.unread + unread : -1;
   }
@@ -132,6 +145,7 @@ void Model::draft_by_lookup(const std::vector<Request*>& requests, bool always) 
 
 // The draft model's request that goes on where this one is, null where it cannot.
 Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads reads) {
+  if (has_head()) return head_of(request, most, reads);
   const auto all = static_cast<int64_t>(request.tokens_.size());
   if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
     // Its drafts are others then.
@@ -144,19 +158,58 @@ Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads read
   const auto length = static_cast<int64_t>(tokens.size());
   if (length == 0 || (spec.max_tokens > 0 && length + most >= spec.max_tokens)) return nullptr;
   if (std::any_of(tokens.begin(), tokens.end(), [&](int64_t token) { return token >= spec.vocab; })) return nullptr;
-  if (!request.follows(draft_)) {
-    RequestOptions options;
-    if (!translation_.to_draft) {  // it draws as the answer will, with the same random numbers
-      options.sampling = request.options_.sampling;
-      options.min_new_tokens = request.options_.min_new_tokens;
-      options.end_tokens = request.options_.end_tokens;
-      options.ignore_end = request.options_.ignore_end;
-    }
-    request.drafter_ = std::make_shared<Request>(draft_, tokens, std::move(options), nullptr, false);
-  }
-  request.drafter_->follow(tokens, request);
+  make_drafter(request, tokens).follow(tokens, request, request.draft_from_);
   request.draft_read_to_ = static_cast<int64_t>(request.tokens_.size());
   return request.drafter_.get();
+}
+
+Request& Model::make_drafter(Request& request, const std::vector<int64_t>& tokens) {
+  if (request.follows(draft_)) return *request.drafter_;
+  RequestOptions options;
+  if (!translation_.to_draft) {  // it draws as the answer will, with the same random numbers
+    options.sampling = request.options_.sampling;
+    options.min_new_tokens = request.options_.min_new_tokens;
+    options.end_tokens = request.options_.end_tokens;
+    options.ignore_end = request.options_.ignore_end;
+  }
+  request.drafter_ = std::make_shared<Request>(draft_, tokens, std::move(options), nullptr, false);
+  return *request.drafter_;
+}
+
+// A head reads a token with the hidden states of the token before it: its text begins with the second one. What it
+// read with its own hidden states, of tokens that it drafted, it reads again with the model's.
+Request* Model::head_of(Request& request, int64_t most, DraftPace::Reads reads) {
+  const auto all = static_cast<int64_t>(request.tokens_.size());
+  const HiddenStates& states = request.states_;
+  if (states.count() == 0 || states.end() != all - 1) return nullptr;
+  int64_t from = request.draft_from_;
+  if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
+    from = DraftPace::is_end(reads) ? std::max<int64_t>(all - 1 - DraftPace::end_tokens(reads), 0) : 0;
+    from = std::max(from, states.begin());
+    request.drafter_.reset();
+  }
+  const int64_t context = draft_->spec().max_tokens;
+  for (;;) {
+    const std::vector<int64_t> tokens(request.tokens_.begin() + from + 1, request.tokens_.end());
+    if (context > 0 && static_cast<int64_t>(tokens.size()) + most >= context) return nullptr;
+    make_drafter(request, tokens).follow(tokens, request, from + 1);
+    if (from + request.drafter_->cached_ >= states.begin()) break;
+    request.drafter_.reset();  // some of what it would read on with is not kept any more
+    from = states.begin();
+  }
+  Request& drafter = *request.drafter_;
+  for (int64_t position = from + drafter.cached_; position < all - 1; ++position)
+    drafter.states_.put(position - from, states.at(position), draft_->spec().hidden_inputs->width);
+  drafter.sure_ = all - 1 - from;
+  request.draft_from_ = from;
+  request.draft_read_to_ = all;
+  return &drafter;
+}
+
+std::vector<int> Model::taps_of(const Request& request) const {
+  if (spec_.hidden_inputs) return {spec_.hidden_inputs->own_tap};
+  const bool drafts = has_head() && request.options_.draft_model && request.options_.draft_tokens > 0;
+  return drafts ? draft_->spec_.hidden_inputs->taps : std::vector<int>();
 }
 
 std::optional<double> Model::draft_cost() {
@@ -219,7 +272,7 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
       int64_t read = 0;
       for (const size_t i : left) {
         drafters.push_back(going[i].drafter);
-        reads = reads || going[i].drafter->pending() > 2;
+        reads = reads || going[i].drafter->pending() > (has_head() ? kGemvTokens : 2);
         read += going[i].drafter->pending();
       }
       const Stopwatch watch;

@@ -139,9 +139,10 @@ class Model {
     // Each token passes as if it were the last one: drafts, whose results must have the same bits as without, and the
     // part of an answer that is computed again.
     bool apart = false;
-    int64_t start = 0;         // the sequence's length before
-    int64_t keep = 0;          // the length at which its recurrent state is kept, where the run comes there
-    bool keep_anyway = false;  // however little memory there is
+    const float* inputs = nullptr;  // of a head that drafts: hidden states of these tokens
+    int64_t start = 0;              // the sequence's length before
+    int64_t keep = 0;               // the length at which its recurrent state is kept, where the run comes there
+    bool keep_anyway = false;       // however little memory there is
   };
 
   // --- what an executor gives; all is called with the lock held
@@ -159,6 +160,8 @@ class Model {
   // Whether it keeps the promise of `exact` in step(), which drafts need; and what its passes read for a token.
   virtual bool exact() const { return false; }
   virtual Weights::Load load() const { return {}; }
+  // Whether it can give a head that drafts the hidden states which that reads.
+  virtual bool gives_features() const { return false; }
   // One run; the sequences have been extended. See Forward::run().
   virtual void run(const StepTokens& tokens, std::vector<Pick>& picks) = 0;
   // Where the logits of a sequence were no numbers: whoever gets its memory next must not see them.
@@ -197,6 +200,13 @@ class Model {
   // How many requests have not finished, where all of them are in their answers; else 0.
   static int64_t answers_only(const std::vector<Request*>& requests);
   Request* drafter_of(Request& request, int64_t most, DraftPace::Reads reads);
+  void check_head(const Model& draft, const DraftTranslation& translation) const;
+  Request* head_of(Request& request, int64_t most, DraftPace::Reads reads);
+  Request& make_drafter(Request& request, const std::vector<int64_t>& tokens);
+  bool has_head() const { return draft_ != nullptr && draft_->spec_.hidden_inputs; }
+  // Which hidden states are kept of a request's tokens: for the head that drafts for it, or for such a head's next
+  // step.
+  std::vector<int> taps_of(const Request& request) const;
   DraftPace::Choice choose_drafts(const std::vector<Request*>& requests, int64_t most);
   DraftPace& pace_of(const Request& request);
   // Computes again what requests have lost of their recurrent states.
@@ -224,7 +234,7 @@ class Model {
 
   StepTokens tokens_;
   std::vector<Pick> picks_;
-  std::vector<float> logits_, hidden_;
+  std::vector<float> logits_, hidden_, features_;
   std::vector<SamplingScratch> scratch_;  // of each thread
 };
 

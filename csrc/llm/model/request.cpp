@@ -277,17 +277,34 @@ void Request::add_draft(int64_t token) {
   ++drafted_;
 }
 
-void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
+void Request::follow(const std::vector<int64_t>& tokens, const Request& other, int64_t skipped) {
   const auto held = model_->lock();
   drop_chosen();
   const auto common = std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first;
-  cached_ =
-      std::min({cached_, static_cast<int64_t>(common - tokens_.begin()), static_cast<int64_t>(tokens.size()) - 1});
+  const auto same = static_cast<int64_t>(common - tokens_.begin());
+  cached_ = std::min({cached_, sure_, same, static_cast<int64_t>(tokens.size()) - 1});
   model_->cache().truncate(sequence_, cached_);
   tokens_ = tokens;
-  prompt_ = std::clamp<int64_t>(other.prompt_ - other.draft_from_, 0, static_cast<int64_t>(tokens.size()));
+  prompt_ = std::clamp<int64_t>(other.prompt_ - skipped, 0, static_cast<int64_t>(tokens.size()));
   random_ = other.random_;
   finished_ = Finish::no;
+}
+
+void HiddenStates::put(int64_t position, const float* values, int64_t width) {
+  if (width != width_ || position < first_ || position > end()) {
+    values_.clear();
+    first_ = position;
+    width_ = width;
+  }
+  truncate(position);
+  values_.insert(values_.end(), values, values + width);
+  if (count() < 2 * kKept) return;
+  values_.erase(values_.begin(), values_.begin() + kKept * width);
+  first_ += kKept;
+}
+
+void HiddenStates::truncate(int64_t position) {
+  if (position < end()) values_.resize(static_cast<size_t>(std::max<int64_t>(position - first_, 0) * width_));
 }
 
 void Request::guess(int64_t token) {
@@ -320,6 +337,7 @@ void Request::take(std::vector<ChosenToken> chosen) {
     drop_drafts();
     Sequences& cache = model_->cache();
     cache.truncate(sequence_, cache.reachable(sequence_, cached_ + accepted));
+    states_.truncate(cached_ + accepted);
   }
   for (ChosenToken& one : chosen) chosen_.push_back(std::move(one));
   --cached_;  // next() counts a token of the cache for each token that it gives

@@ -17,6 +17,25 @@ namespace anyaccel::llm {
 class Model;
 struct Pick;
 
+// What a model has made of the last tokens of a sequence, for a head that drafts.
+class HiddenStates {
+ public:
+  int64_t begin() const { return first_; }
+  int64_t end() const { return first_ + count(); }
+  int64_t count() const { return width_ == 0 ? 0 : static_cast<int64_t>(values_.size()) / width_; }
+  const float* at(int64_t position) const { return values_.data() + (position - first_) * width_; }
+  // Of the token at `position`; what is known of those behind it is forgotten, and all where some before it are
+  // missing.
+  void put(int64_t position, const float* values, int64_t width);
+  void truncate(int64_t position);
+  // As many as these are kept, and at most so many once more.
+  static constexpr int64_t kKept = 256;
+
+ private:
+  int64_t first_ = 0, width_ = 0;
+  std::vector<float> values_;
+};
+
 struct RequestOptions {
   // What comes of the prompt: an answer; nothing, as only its scores are wanted; the hidden states after the last norm,
   // their mean over the prompt's tokens or that of its last token, divided by the 2-norm.
@@ -131,8 +150,8 @@ class Request {
   // Whether it has a request of that draft model.
   bool follows(const std::shared_ptr<Model>& draft) const { return drafter_ != nullptr && drafter_->model_ == draft; }
   // Of a draft model's request: goes on behind other tokens, with what is right of its cache, and draws as `other`
-  // will.
-  void follow(const std::vector<int64_t>& tokens, const Request& other);
+  // will, whose first `skipped` tokens it does not have.
+  void follow(const std::vector<int64_t>& tokens, const Request& other, int64_t skipped);
   // What a step has chosen; the drafts go, from the cache too as far as they were wrong.
   void take(std::vector<ChosenToken> chosen);
   // The next token of those that have been taken, which is the answer's from then on.
@@ -163,6 +182,9 @@ class Request {
   size_t draft_level() const {
     return DraftPace::level_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ > 0);
   }
+  HiddenStates states_;  // of its own tokens, where a head drafts for it; of a head's request: what it reads
+  // Of a head's request: how many of its tokens come with the model's hidden states, not with its own.
+  int64_t sure_ = INT64_MAX;
   int64_t guess_ = 0, guess_at_ = -1;
   AcceptanceRate acceptance_;
   double draft_lost_ = 0;  // seconds that its steps took more for its drafts, but for reading

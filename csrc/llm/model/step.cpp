@@ -27,6 +27,7 @@ constexpr int64_t kLeastOfFew = 4;
 struct NoLogits {
   float* logits(size_t) const { return nullptr; }
   float* hidden(size_t) const { return nullptr; }
+  float* features(size_t) const { return nullptr; }
   template <class Wanted>
   Pick pick(const Wanted&, int32_t) const {
     return {};
@@ -90,9 +91,14 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
           for (; next != wanted.end() && next->index == index + count; ++next) {
             if (next->kind == Wanted::Kind::logits) tokens_.wanted.push_back(token_row);
             if (next->kind == Wanted::Kind::hidden) tokens_.hidden_wanted.push_back(token_row);
+            if (next->kind == Wanted::Kind::features) tokens_.features_wanted.push_back(token_row);
             if (next->kind == Wanted::Kind::pick) picks_.push_back(done.pick(*next, token_row));
           }
           tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + count]));
+        }
+        if (one.inputs != nullptr) {
+          const int64_t width = spec_.hidden_inputs->width;
+          tokens_.inputs.insert(tokens_.inputs.end(), one.inputs + taken * width, one.inputs + (taken + count) * width);
         }
         if (count > 0) {
           const int64_t position = one.start + taken;
@@ -121,6 +127,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
       tokens_.logits_stride = spec_.vocab;
       tokens_.logits = done.logits(tokens_.wanted.size());
       tokens_.hidden = done.hidden(tokens_.hidden_wanted.size());
+      tokens_.features = done.features(tokens_.features_wanted.size());
       tokens_.exact = pass.exact;
       tokens_.prompt = pass.prompt;
       run(tokens_, picks_);
@@ -142,6 +149,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
                     float* logits, const std::vector<int64_t>& rows) {
   const auto held = lock();
   check_ready();
+  if (spec_.hidden_inputs) throw UsageError("forward: a head that drafts computes with its model only: set_draft()");
   if (sequences.size() != counts.size()) throw UsageError("forward: needs one count a sequence");
   if (!rows.empty() && logits == nullptr && exact())
     throw UsageError("forward: rows are wanted, and no place for logits");
@@ -170,6 +178,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     int64_t vocab;
     float* logits(size_t) { return next; }
     float* hidden(size_t) { return nullptr; }
+    static float* features(size_t) { return nullptr; }
     static Pick pick(const Wanted&, int32_t) { return {}; }
     void take(const std::vector<Wanted>& rows) {
       if (next != nullptr) next += static_cast<int64_t>(rows.size()) * vocab;
@@ -343,6 +352,12 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, c
     // But for longrope, whose cache is made anew when they change, angles are those of the first time.
     if (how.exact && !whole) context = apart ? 0 : std::max(request->prompt_, request->cached_ + request->passing_);
     work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_, context, apart});
+    if (spec_.hidden_inputs) {
+      const HiddenStates& states = request->states_;
+      if (states.begin() > request->cached_ || states.end() < request->cached_ + request->passing_)
+        throw UsageError("a head that drafts computes with its model only: set_draft()");
+      work.back().inputs = states.at(request->cached_);
+    }
     work.back().keep = request->keep_at();
     work.back().keep_anyway = work.back().keep == request->keep_;
   }
@@ -353,8 +368,11 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
   std::vector<Work> work = work_of(requests, how);
   std::vector<Wanted> wanted;
   int64_t first = 0;
+  tokens_.taps.clear();
   for (Request* request : requests) {
     const RequestOptions& options = request->options_;
+    const std::vector<int> taps = taps_of(*request);
+    if (!taps.empty()) tokens_.taps = taps;  // all that have some have the same ones
     const auto length = static_cast<int64_t>(request->tokens_.size());
     const int64_t begin = request->cached_, end = begin + request->passing_;
     for (int64_t position = begin; position < end; ++position) {
@@ -368,6 +386,8 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
         wanted.push_back({index, can_pick(*request) ? Wanted::Kind::pick : Wanted::Kind::logits, request, position});
       if (last && options.goal == RequestOptions::Goal::last)
         wanted.push_back({index, Wanted::Kind::hidden, request, 0});
+      if (!taps.empty() && position >= length - (spec_.hidden_inputs ? 1 : HiddenStates::kKept))
+        wanted.push_back({index, Wanted::Kind::features, request, position});
     }
     first += request->passing_;
   }
@@ -389,13 +409,22 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
     }
     float* logits(size_t count) { return room(model.logits_, count, model.spec_.vocab); }
     float* hidden(size_t count) { return room(model.hidden_, count, model.spec_.hidden); }
+    float* features(size_t count) { return room(model.features_, count, width()); }
+    int64_t width() const { return static_cast<int64_t>(model.tokens_.taps.size()) * model.spec_.hidden; }
     static Pick pick(const Wanted& one, int32_t row) { return one.request->pick(row); }
     void take(const std::vector<Wanted>& rows) {
       std::vector<Wanted> with_logits, picked;
       const float* hidden = model.hidden_.data();
+      const float* features = model.features_.data();
+      // A head reads what it makes of a token with the next one.
+      const int64_t behind = model.spec_.hidden_inputs ? 1 : 0;
       for (const Wanted& row : rows) {
         if (row.kind == Wanted::Kind::logits) with_logits.push_back(row);
         if (row.kind == Wanted::Kind::pick) picked.push_back(row);
+        if (row.kind == Wanted::Kind::features) {
+          row.request->states_.put(row.position + behind, features, width());
+          features += width();
+        }
         if (row.kind != Wanted::Kind::hidden) continue;
         row.request->pool(hidden, model.spec_.hidden, row.position, 1);
         hidden += model.spec_.hidden;

@@ -17,9 +17,10 @@ struct Model::Pass {
   bool exact = false, prompt = false;
 };
 
-// What is wanted of a token: its logits, the token that the executor picks by them, or its hidden state.
+// What is wanted of a token: its logits, the token that the executor picks by them, its hidden state, or those that a
+// head reads.
 struct Model::Wanted {
-  enum class Kind : uint8_t { logits, pick, hidden };
+  enum class Kind : uint8_t { logits, pick, hidden, features };
   int64_t index;  // among all tokens of the pass
   Kind kind = Kind::logits;
   Request* request = nullptr;

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, named_path, no_such_model
-from anyaccel.inference.native.draft import MOST_DRAFTS
+from anyaccel.inference.native.draft import MOST_DRAFTS, MTP
 from anyaccel.inference.options import CACHE_DTYPES, DTYPES, GROUP_SIZES, RUNTIMES, ModelOptions, dtype_name
 from anyaccel.terminal import did_you_mean
 
@@ -210,15 +210,16 @@ def add_draft_option(parser: Parser) -> None:
         "--draft",
         type=parse_drafts,
         default=Drafts(),
-        metavar="ngram[:N]|PATH",
+        metavar="ngram[:N]|mtp|PATH",
         help="speculative decoding, which gives the same text sooner. Tokens are guessed from what followed the same "
-        "words before, up to N at once (default: 15), or by a smaller model (native runtime; default: no drafts)",
+        "words before, up to N at once (default: 15), by the checkpoint's own layer for multi-token prediction (mtp), "
+        "or by a smaller model (native runtime; default: no drafts)",
     )
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts up to `tokens` tokens for each pass: n-grams of the text, or `model`, a folder or GGUF file."""
+    """What drafts up to `tokens` tokens for each pass: n-grams of the text, or `model`: a path, or "mtp"."""
 
     tokens: int = 0
     model: str = ""
@@ -237,14 +238,17 @@ def parse_drafts(text: str) -> Drafts:
         return Drafts(MOST_DRAFTS)
     if kind == "ngram" and count.isascii() and count.isdigit() and 0 < int(count) < 2**31:
         return Drafts(int(count))
+    if text == MTP:
+        return Drafts(MOST_DRAFTS, MTP)
     try:
         path = named_path(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not text or not path.exists():
-        near = did_you_mean(Path(text).name, ["ngram", *models_beside(text)])
+        near = did_you_mean(Path(text).name, ["ngram", MTP, *models_beside(text)])
         raise argparse.ArgumentTypeError(
-            f"{text!r}{near}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
+            f"{text!r}{near}: must be ngram, ngram:N with N from 1 on, mtp, or a model's folder or .gguf file "
+            "that is there"
         )
     return Drafts(MOST_DRAFTS, str(path.absolute()))
 

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.native.draft import (
+    MTP,
     TextBridge,
     attach,
     check_draft_path,
@@ -25,6 +26,7 @@ from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.vendors import ENTRY_POINTS, FIRST_AVAILABLE
 
 if TYPE_CHECKING:
+    from anyaccel import _llm
     from anyaccel.topology.model import Machine
 
 
@@ -99,14 +101,16 @@ def choose_runtime(options: ModelOptions, on_cpu: bool) -> str:
     return runtime
 
 
-def _load(model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks, runtime: str) -> NativeModel:
+def _load(
+    model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks, runtime: str, **more: bool
+) -> NativeModel:
     load: Callable[..., NativeModel] = load_native
     if runtime == "device":
         from anyaccel.inference.device.runtime import load_device as load
     if place.connect is None:
-        return load(model, options, place, callbacks)
+        return load(model, options, place, callbacks, **more)
     source = Path(model).expanduser() if isinstance(model, str | Path) else None
-    return place.connect(lambda own: load(model, options, place, own), callbacks, source, options.wire_dtype)
+    return place.connect(lambda own: load(model, options, place, own, **more), callbacks, source, options.wire_dtype)
 
 
 def _attach_draft(
@@ -118,7 +122,11 @@ def _attach_draft(
         UsageError, ModelError: it cannot be read, or cannot guess for this model.
     """
     bridge = None
-    if not isinstance(options.draft, str | Path):
+    draft: NativeModel | None
+    if options.draft == MTP:
+        draft = _draft_head(native, model, options, place, callbacks)
+        name = "the layer for multi-token prediction"
+    elif not isinstance(options.draft, str | Path):
         draft = find_native(options.draft)
         if draft is None or draft is native:
             raise UsageError(f"draft={type(options.draft).__name__}: must be the path of a model, or a native engine")
@@ -147,6 +155,24 @@ def _attach_draft(
         callbacks.line(f"drafts: {name} has other tokens: they go through the text")
     attach(native, draft, bridge)
     warn_if_useless(native, name, callbacks.line)
+
+
+def _draft_head(
+    native: NativeModel, model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks
+) -> NativeModel:
+    """The layer of the model's checkpoint that drafts."""
+    if not isinstance(model, str | Path):
+        raise UsageError(f"draft={MTP!r}: only a checkpoint has such a layer, not a model in memory: give its path")
+    if options.pp > 1:
+        raise UsageError(f"draft={MTP!r} is for one stage, not pp={options.pp}: use tensor_parallel")
+    try:
+        draft = _load(model, options.for_draft(), place, callbacks, "native", draft_head=True)
+    except Unsupported as lack:
+        raise UsageError(
+            f"draft={MTP!r}: the native runtime has no {lack.feature}; draft with another model, or with ngram"
+        ) from None
+    cast("_llm.DecoderModel", draft.model).borrow(cast("_llm.DecoderModel", native.model))
+    return draft
 
 
 def _bridge(native: NativeModel, path: Path, draft: NativeModel, draft_path: Path) -> TextBridge | None:

@@ -50,8 +50,8 @@ class ModelOptions:
             device), "torch" (the Hugging Face module with packed native linears and norms, on the CPU), "plain" (the
             Hugging Face module as it is), or "auto": on the CPU native, torch or plain, elsewhere device or plain, the
             first of these that has the model.
-        draft: what guesses tokens for the native runtime: the path of a model folder or GGUF file, or a native engine
-            of as many ranks; None: nothing.
+        draft: what guesses tokens for the native runtime: the path of a model folder or GGUF file, a native engine of
+            as many ranks, or "mtp", the layer of the model's checkpoint for multi-token prediction; None: nothing.
 
     Raises:
         UsageError: a value is out of its range, or does not go with another one; the message names it.
@@ -116,9 +116,11 @@ class ModelOptions:
     def for_draft(self) -> ModelOptions:
         """The options of the draft model: in the precision of a GGUF file, else in int4.
 
-        With fewer bits it is faster, and only slightly fewer of its tokens are accepted.
+        With fewer bits it is faster, and only slightly fewer of its tokens are accepted. A layer of the model's own
+        checkpoint is in its precision where the model is too.
         """
-        dtype = "auto" if Path(self.draft).is_file() else "int4"
+        own = self.draft == "mtp" and self.dtype == "auto"
+        dtype = "auto" if own or Path(self.draft).is_file() else "int4"
         return replace(self, draft=None, dtype=dtype, kv_cache="auto", cache_bytes=0)
 
     @classmethod

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, MOST_EXPERTS, decoder, gated, mixture, pre_norm, rms
-from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.family import DraftHead, Family
 from anyaccel.inference.families.gguf import (
     GGUF_EXPERTS,
     GGUF_GATED,
     GGUF_MODULES,
     GGUF_SHARED_EXPERTS,
     Architecture,
+    DraftLayer,
     Metadata,
     gguf_mixture,
 )
@@ -152,6 +153,17 @@ DEEPSEEK = QWEN_MOE.but(
 )
 
 
+# Its embedding and head are those of the model, also where a checkpoint has copies of them.
+NEXTN = DraftHead(
+    {
+        "fuse": "layers.{first}.eh_proj",
+        "fuse_embed_norm": "layers.{first}.enorm",
+        "fuse_hidden_norm": "layers.{first}.hnorm",
+        "final_norm": "layers.{first}.shared_head.norm",
+    }
+)
+
+
 DEEPSEEK_ALIASES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
 
 
@@ -206,6 +218,7 @@ FAMILIES = {
             "rope_interleave": True,
         },
         DEEPSEEK_ALIASES,
+        draft_head=NEXTN,
     ),
     "youtu": Family(
         "Youtu-LLM",
@@ -266,6 +279,15 @@ GGUF_DEEPSEEK_EXPERTS = {
     **GGUF_SHARED_EXPERTS,
     "=mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
+GGUF_NEXTN = DraftLayer(
+    "model.layers.{layer}.",
+    {
+        "model.layers.{layer}.eh_proj": "nextn.eh_proj",
+        "model.layers.{layer}.enorm": "nextn.enorm",
+        "model.layers.{layer}.hnorm": "nextn.hnorm",
+        "model.layers.{layer}.shared_head.norm": "nextn.shared_head_norm",
+    },
+)
 ARCHITECTURES = {
     "deepseek2": Architecture(
         "deepseek_v2",
@@ -289,5 +311,6 @@ ARCHITECTURES = {
         latent=True,
         extra=(gguf_deepseek_experts, _gguf_deepseek),
         others=("deepseek_v3",),
+        draft=GGUF_NEXTN,
     ),
 }

@@ -4,14 +4,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
-from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.inference.spec.mapping import Names
+from anyaccel.inference.spec.decoder import DecoderSpec, HiddenInputs
+from anyaccel.inference.spec.mapping import Base, Names, Rules
 from anyaccel.validation import Fields, error_text
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A layer for multi-token prediction that checkpoints may have: it is like the last one with attention.
+
+    Attributes:
+        rules: names of its own weights (fuse, fuse_embed_norm, fuse_hidden_norm, final_norm), and of others that are
+            not named as in the model. `{first}` is the number of the model's layers.
+        layer, bases: as those of Names, of its weights; no bases: those of the model.
+        taps, hidden_first: see HiddenInputs; a tap None is the number of the model's layers.
+    """
+
+    rules: Mapping[str, Rules]
+    layer: str = "layers.{first}."
+    bases: tuple[Base, ...] = ()
+    taps: tuple[int | None, ...] = (-1,)
+    hidden_first: bool = False
+
+    def spec(self, model: DecoderSpec) -> DecoderSpec:
+        """What it computes, beside that model."""
+        layer = next(each for each in reversed(model.layers) if each.attention is not None)
+        taps = tuple(len(model.layers) if tap is None else tap for tap in self.taps)
+        norm = model.final_norm
+        inputs = HiddenInputs(
+            len(taps) * model.hidden, taps, embed_norm=norm, hidden_norm=norm, hidden_first=self.hidden_first
+        )
+        return replace(model, layers=(layer,), tied=False, head_bias=False, hidden_inputs=inputs)
+
+    def names(self, model: Names, layers: int) -> Names:
+        """The names of its weights, beside a model of so many layers."""
+        first = str(layers)
+        rules = {
+            name: rule.replace("{first}", first) if isinstance(rule, str) else rule for name, rule in self.rules.items()
+        }
+        return Names({**model.rules, **rules}, self.layer.replace("{first}", first), self.bases or model.bases)
 
 
 @dataclass(frozen=True)
@@ -24,6 +60,7 @@ class Family:
         names: of its weights.
         defaults: transformers' values for what a config.json lacks.
         aliases: other names of config values, as transformers' attribute_map (other name -> the one of `defaults`).
+        draft_head: a layer of its checkpoints that drafts; None: they have none.
         text: the config of the language model is this entry of a config for several modalities; "": the config itself.
     """
 
@@ -33,6 +70,15 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     text: str = ""
+    draft_head: DraftHead | None = None
+
+    def of_draft_head(self, config: Mapping[str, Any]) -> Family | None:
+        """The same for the layer that drafts; None: the family has none. Raises as `spec` does."""
+        head = self.draft_head
+        if head is None:
+            return None
+        names = head.names(self.names, len(self.spec(config).layers))
+        return replace(self, build=lambda given: head.spec(self.build(given)), names=names)
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         """What the model computes, before sharding.

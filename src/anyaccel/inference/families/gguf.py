@@ -139,6 +139,19 @@ Extra = Callable[[Metadata, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
+class DraftLayer:
+    """The layer for multi-token prediction, which comes behind the model's.
+
+    Attributes:
+        prefix: of its modules that the model's layers have too.
+        modules: Hugging Face module -> GGUF name, for the others.
+    """
+
+    prefix: str
+    modules: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One architecture of GGUF.
 
@@ -155,6 +168,7 @@ class Architecture:
         latent: attention is DeepSeek's, whose values have a length of their own and whose heads are rotated in part.
         by_layer: layers have sizes and rotary positions of their own, which `extra` reads.
         extra: adds to the config what is special.
+        draft: a layer that drafts, which a file may have.
         variant: which architecture a file of this name is, where several share it.
     """
 
@@ -173,6 +187,7 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)  # config key here -> the family's
     variant: Callable[[Metadata], Architecture] | None = None
     others: tuple[str, ...] = ()
+    draft: DraftLayer | None = None
 
 
 GGUF_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -204,7 +204,7 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
                     raise ModelError(f"{values.path}: tensor {there!r} of shape {shape} has not {len(rows)} rows")
                 changes["order"] = rows
             recurrent = stored.rpartition(".")[2].startswith("ssm_")
-            if architecture.norms_less_one and module.endswith("norm") and suffix == "weight" and not recurrent:
+            if architecture.norms_less_one and stored.endswith("norm") and suffix == "weight" and not recurrent:
                 changes["plus"] = -1.0
             if "{expert}" not in module:
                 found[f"{module}.{suffix}"] = (there, changes, None)
@@ -229,6 +229,12 @@ def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
         for module, stored in architecture.layer.items():
             rows = {"attn_q": queries, "attn_k": keys}.get(stored)
             add(prefix + module, f"blk.{layer}.{stored}", module in architecture.conv1d, rows)
+    draft, layer = architecture.draft, values.layers
+    if draft is not None:
+        of_layer = {draft.prefix + module: stored for module, stored in architecture.layer.items()}
+        modules = {**of_layer, **draft.modules}
+        for module, stored in modules.items():
+            add(module.replace("{layer}", str(layer)), f"blk.{layer}.{stored}")
     return found
 
 

@@ -20,6 +20,8 @@ from anyaccel.inference.families.deepseek import (
     DEEPSEEK,
     DEEPSEEK_ALIASES,
     GGUF_DEEPSEEK_EXPERTS,
+    GGUF_NEXTN,
+    NEXTN,
     after_dense,
     choice_by_bias,
     gguf_deepseek_experts,
@@ -134,6 +136,7 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
         DEEPSEEK_ALIASES,
+        draft_head=NEXTN,
     ),
     "glm4_moe_lite": Family(
         "GLM-4.7-Flash",
@@ -164,6 +167,7 @@ FAMILIES = {
             "rope_interleave": True,
         },
         {**DEEPSEEK_ALIASES, "head_dim": "qk_rope_head_dim"},
+        draft_head=NEXTN,
     ),
     "solar_open": Family(
         "Solar Open",
@@ -216,5 +220,6 @@ ARCHITECTURES = {
         GGUF_MODULES,
         {**GGUF_LLAMA, **GGUF_LATER_NORM, **GGUF_QK_NORM, **GGUF_DEEPSEEK_EXPERTS},
         extra=(biases, partial, gguf_deepseek_experts, _gguf_glm4_moe),
+        draft=GGUF_NEXTN,
     ),
 }

@@ -18,7 +18,7 @@ from anyaccel.inference.families.common import (
     rms,
     windows,
 )
-from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.family import DraftHead, Family
 from anyaccel.inference.families.gguf import (
     GGUF_ATTENTION,
     GGUF_EXPERTS,
@@ -180,8 +180,22 @@ GGUF_QWEN2_MOE = {
 }
 
 
+# MiMo is a Qwen2 with this layer, which reads what the model's layers give, before the last norm.
+_MIMO = DraftHead(
+    {
+        "fuse": "mtp_layers.0.input_proj",
+        "fuse_embed_norm": "mtp_layers.0.token_layernorm",
+        "fuse_hidden_norm": "mtp_layers.0.hidden_layernorm",
+        "final_norm": "mtp_layers.0.final_layernorm",
+    },
+    layer="mtp_layers.0.",
+    taps=(None,),
+    hidden_first=True,
+)
+
+
 FAMILIES = {
-    "qwen2": Family("Qwen1.5, Qwen2, Qwen2.5", qwen2, LLAMA, QWEN_DEFAULTS),
+    "qwen2": Family("Qwen1.5, Qwen2, Qwen2.5", qwen2, LLAMA, QWEN_DEFAULTS, draft_head=_MIMO),
     "qwen3": Family("Qwen3", qwen3, LLAMA, {**QWEN_DEFAULTS, "head_dim": 128}),
     "qwen2_moe": Family(
         "Qwen1.5-MoE, Qwen2-MoE",

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import attention, decoder, gated, mixture, pre_norm, rms
-from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.family import DraftHead, Family
 from anyaccel.inference.families.gguf import (
     GGUF_GATED,
     GGUF_LATER_NORM,
@@ -16,6 +16,7 @@ from anyaccel.inference.families.gguf import (
     GGUF_QK_NORM,
     GGUF_RATES,
     Architecture,
+    DraftLayer,
     Metadata,
     partial,
 )
@@ -23,7 +24,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import GGUF_QWEN2_MOE, QWEN_DEFAULTS, QWEN_MOE, gguf_qwen_moe, sparse
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, LinearAttention, Mlp, Moe, QkNorm
-from anyaccel.inference.spec.mapping import At, Part, Unsupported, plus_one
+from anyaccel.inference.spec.mapping import At, Base, Part, Unsupported, plus_one
 
 MOST_TAPS = 16  # tokens that a convolution sees; kMostTaps in csrc/llm/kernels/mixers.h
 
@@ -160,6 +161,16 @@ _3_5 = _GATED.but(
     mixer__in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     mixer__steps=("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
 )
+_MTP = DraftHead(
+    {
+        "fuse": "fc",
+        "fuse_embed_norm": plus_one("pre_fc_norm_embedding"),
+        "fuse_hidden_norm": plus_one("pre_fc_norm_hidden"),
+        "final_norm": plus_one("norm"),
+    },
+    layer="layers.{layer}.",
+    bases=(Base("mtp."),),
+)
 _DEFAULTS = {
     **QWEN_DEFAULTS,
     "num_attention_heads": 16,
@@ -193,18 +204,21 @@ FAMILIES = {
             "num_experts": 512,
             "num_experts_per_tok": 10,
         },
+        draft_head=_MTP,
     ),
     "qwen3_5_text": Family(
         "Qwen3.5",
         qwen3_5,
         _3_5,
         {**_5_DEFAULTS, "hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 4},
+        draft_head=_MTP,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3.5-MoE",
         qwen3_5_moe,
         _3_5,
         {**_5_DEFAULTS, "hidden_size": 2048, "num_hidden_layers": 40},
+        draft_head=_MTP,
     ),
 }
 
@@ -245,6 +259,15 @@ _GGUF_LAYER = {
     "linear_attn.out_proj": "ssm_out",
 }
 _GGUF_3_5 = {**_GGUF_LAYER, "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta"}
+_GGUF_MTP = DraftLayer(
+    "mtp.layers.0.",
+    {
+        "mtp.fc": "nextn.eh_proj",
+        "mtp.pre_fc_norm_embedding": "nextn.enorm",
+        "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+        "mtp.norm": "nextn.shared_head_norm",
+    },
+)
 ARCHITECTURES = {
     "qwen3next": Architecture(
         "qwen3_next",
@@ -253,6 +276,7 @@ ARCHITECTURES = {
         norms_less_one=True,
         by_layer=True,
         extra=(partial, _gguf_delta, _gguf_experts),
+        draft=_GGUF_MTP,
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
@@ -261,6 +285,7 @@ ARCHITECTURES = {
         norms_less_one=True,
         by_layer=True,
         extra=(partial, _gguf_delta),
+        draft=_GGUF_MTP,
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
@@ -269,5 +294,6 @@ ARCHITECTURES = {
         norms_less_one=True,
         by_layer=True,
         extra=(partial, _gguf_delta, _gguf_experts),
+        draft=_GGUF_MTP,
     ),
 }

@@ -59,9 +59,10 @@ _SAME = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
     "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
 }
 # Text models that are published with code of their own, which is that of a model of transformers.
-_WITH_OWN_CODE = ("kimi_k2",)
+_WITH_OWN_CODE = ("kimi_k2", "mimo")
 # What these decoders always do, and the text models only if they are told.
 _ALWAYS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -94,7 +95,7 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
-_OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_OWN = ("model.layers.", "model.mtp_layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
 
 
 class TextPart:

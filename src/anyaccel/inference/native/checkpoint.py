@@ -18,7 +18,7 @@ from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.registry import encoder_of, family_of
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.validation import read_json
+from anyaccel.validation import read_json, short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Checkpoint:
     Attributes:
         check_all_used: called with the names of the source's tensors that the model reads.
         encoder: hidden states are wanted, and what is beside the encoder is not read.
+        draft_head: the layer that drafts is wanted, not the model.
         headless: no logits are wanted, so that a head which is missing is not missed.
         rounded: what a model in memory has made of the frequencies of its rotary positions; None: they are as computed.
     """
@@ -44,6 +45,7 @@ class Checkpoint:
     rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
     encoder: bool = False
     headless: bool = False
+    draft_head: bool = False
 
     @property
     def family(self) -> Family:
@@ -52,7 +54,13 @@ class Checkpoint:
         Raises:
             Unsupported: it is of none that runs here.
         """
-        return encoder_of(self.config) if self.encoder else family_of(self.config)
+        family = encoder_of(self.config) if self.encoder else family_of(self.config)
+        if not self.draft_head:
+            return family
+        head = family.of_draft_head(self.config)
+        if head is None:
+            raise Unsupported(f"multi-token prediction of model_type {short_repr(self.config.get('model_type'))}")
+        return head
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -104,6 +112,17 @@ def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:
     heads = family.names.parts(spec, "head")
     if not spec.tied and not any(part.tensor in checkpoint.source for parts in heads for part in parts):
         raise ModelError(f"{path}: {kind} has no head that predicts the next token, and its embedding is not one")
+
+
+def check_draft_head(path: Path, checkpoint: Checkpoint) -> None:
+    """Raise ModelError for a checkpoint without the layer that drafts."""
+    family = checkpoint.family
+    found = family.names.parts(family.spec(checkpoint.config), "fuse")
+    if not any(part.tensor in checkpoint.source for parts in found for part in parts):
+        raise ModelError(
+            f"{path}: the checkpoint has no weights for multi-token prediction ({found[0][0].tensor} would be one): "
+            "draft with another model, or with ngram"
+        )
 
 
 def find_untied_head(source: TensorSource, family: Family, spec: DecoderSpec) -> tuple[str, str] | None:

@@ -14,6 +14,7 @@ from anyaccel.validation import read_json
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
 
+MTP = "mtp"  # stands for the layer of the model's own checkpoint that drafts (multi-token prediction)
 MOST_DRAFTS = 15  # of a pass, beside the token that it chooses anyway
 _KEPT = 16  # answers whose text is remembered
 _CONTEXT = 8  # tokens around a seam that are decoded together, as some take part of their text from others

@@ -188,13 +188,24 @@ class Plan:
         return found
 
     def unread(self) -> list[str]:
-        """Weights of the decoder's layers that the configuration does not know: unexpected ones."""
+        """Weights of the decoder's layers that the configuration does not know: unexpected ones.
+
+        Those of a layer that drafts are not, whether it is used or not.
+        """
+        if self.whole.hidden_inputs is not None:
+            return []
         found = [part.name for name, parts in self._parts.items() if name.startswith("layers.") for part in parts]
         layers = re.split(r"\d", found[0], maxsplit=1)[0]
+        head = self.family.of_draft_head(self.config)
+        drafts = () if head is None else tuple(base.body + head.names.layer for base in head.names.bases)
         return [
             name
             for name in self.source.names()
-            if name.startswith(layers) and name not in self._known and _WEIGHT.search(name) and not _BUFFER.search(name)
+            if name.startswith(layers)
+            and not name.startswith(drafts)
+            and name not in self._known
+            and _WEIGHT.search(name)
+            and not _BUFFER.search(name)
         ]
 
     def _slice(self, name: str) -> WeightSlice:

@@ -165,6 +165,7 @@ def load_native(
     config: Mapping[str, Any] | None = None,
     encoder: bool = False,
     headless: bool = False,
+    draft_head: bool = False,
 ) -> NativeModel:
     """Make the native decoder of a model; of a model on several ranks, this rank's part.
 
@@ -177,6 +178,7 @@ def load_native(
         config: of a TensorSource or a model in memory that has none; as config.json.
         encoder: the model's encoder is wanted, which makes hidden states and predicts no token.
         headless: no logits are wanted of a decoder, which may have no head then.
+        draft_head: the layer of a checkpoint that drafts is wanted; it computes once it has borrowed the model's ends.
 
     Raises:
         Unsupported: the native runtime lacks something that this model needs: its `feature`.
@@ -192,16 +194,17 @@ def load_native(
         return _pack(open_checkpoint(model, config, encoder), options, place, callbacks)[0]
     path = Path(model).expanduser()
     check_model_path(path)
+    kinds: dict[str, Any] = {"encoder": encoder, "headless": headless, "draft_head": draft_head}
     entry = None
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
-            kind = {"encoder": True} if encoder else {"headless": True} if headless else {}
+            kind = [name for name, asked in kinds.items() if asked]
             precision = asdict(Precision.from_options(options))
-            entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
+            entry = PackedModel(path, {"precision": precision, **place.part(options), **dict.fromkeys(kind, True)})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
-        return _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)[0]
+        return _pack(open_checkpoint(path, **kinds), options, place, callbacks)[0]
     native = _from_cache(entry, options, place, callbacks)
     if native is not None:
         return native
@@ -210,10 +213,10 @@ def load_native(
             held.enter_context(entry.locked(callbacks.raise_if_cancelled))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
-            return _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)[0]
+            return _pack(open_checkpoint(path, **kinds), options, place, callbacks)[0]
         native = _from_cache(entry, options, place, callbacks)  # another process may have made it meanwhile
         if native is None:
-            native, shapes = _pack(open_checkpoint(path, encoder=encoder, headless=headless), options, place, callbacks)
+            native, shapes = _pack(open_checkpoint(path, **kinds), options, place, callbacks)
             # Ranks of a command end with it, possibly before all is written.
             if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
                 native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
@@ -282,9 +285,13 @@ def _from_cache(
 
 
 def open_checkpoint(
-    model: Any, config: Mapping[str, Any] | None = None, encoder: bool = False, headless: bool = False
+    model: Any,
+    config: Mapping[str, Any] | None = None,
+    encoder: bool = False,
+    headless: bool = False,
+    draft_head: bool = False,
 ) -> Checkpoint:
-    """What weights are read from: `load_native` says what `model`, `config`, `encoder` and `headless` are."""
+    """What weights are read from: `load_native` says what the arguments are."""
     if encoder and isinstance(model, str | Path):
         from anyaccel.inference.native.checkpoint import read_encoder
 
@@ -295,12 +302,16 @@ def open_checkpoint(
         if encoder:
             return encoder_in_memory(model)
         return checkpoint_in_memory(model, config, release=True)
-    from anyaccel.inference.native.checkpoint import check_head, read_checkpoint
+    from anyaccel.inference.native.checkpoint import check_draft_head, check_head, read_checkpoint
 
     path = Path(model).expanduser()
     checkpoint = read_checkpoint(path)
     if headless:
         return replace(checkpoint, headless=True)
+    if draft_head:
+        checkpoint = replace(checkpoint, draft_head=True, check_all_used=None)
+        check_draft_head(path, checkpoint)
+        return checkpoint
     given = Fields(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [check_text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):

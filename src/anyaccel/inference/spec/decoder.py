@@ -311,6 +311,29 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class HiddenInputs:
+    """What a head that drafts for another model reads of a token: fuse(norm(embedding), norm(hidden states)).
+
+    Such a head (multi-token prediction: DeepSeek-V3, 2024) reads each token with the model's hidden states of the token
+    before it, and predicts the next one; behind its own drafts it reads its own hidden states. Embedding and head are
+    the model's.
+
+    Attributes:
+        width: of the hidden states, of all taps.
+        taps: where they are taken: a number of layers, or -1 for what the last norm gives.
+        own_tap: the same of the head itself.
+        hidden_first: they come before the embedding.
+    """
+
+    width: int
+    taps: tuple[int, ...]
+    own_tap: int = -1
+    embed_norm: Norm | None = None
+    hidden_norm: Norm | None = None
+    hidden_first: bool = False
+
+
+@dataclass(frozen=True)
 class InputGate:
     """What a layer does with its part of LayerInputs: h += norm(mlp(h)), where the part takes the place of `up x`."""
 
@@ -377,6 +400,7 @@ class DecoderSpec:
         first_layer: the number of the first of `layers`, which the names of weights have.
         token_types: rows of a learned embedding of the text that a token is of (BERT: the first or second); 0: none.
         relative_bias: of encoders.
+        hidden_inputs: of a head that drafts for another model.
     """
 
     vocab: int
@@ -403,6 +427,7 @@ class DecoderSpec:
     layer_inputs: LayerInputs | None = None
     token_types: int = 0
     relative_bias: RelativeBias | None = None
+    hidden_inputs: HiddenInputs | None = None
 
     @property
     def is_encoder(self) -> bool:

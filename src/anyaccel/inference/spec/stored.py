@@ -9,6 +9,7 @@ from typing import Any
 from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
+    HiddenInputs,
     InputGate,
     Layer,
     LayerInputs,
@@ -37,6 +38,7 @@ _KINDS: dict[str, type] = {
     "layer_inputs": LayerInputs,
     "input_gate": InputGate,
     "relative_bias": RelativeBias,
+    "hidden_inputs": HiddenInputs,
 }
 
 
