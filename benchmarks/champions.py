@@ -247,6 +247,7 @@ class Peer:
     bench_options: tuple[str, ...] = ()
     batched_options: tuple[str, ...] = ()
     depth_option: str = "-d"
+    cold_options: tuple[str, ...] = ("--no-warmup",)
 
     def rates(self, file: Path, points: Points) -> Rates:
         found: Rates = {}
@@ -291,7 +292,7 @@ class Peer:
 
     def load_seconds(self, file: Path, points: Points) -> float:
         begin = time.perf_counter()
-        self._run("llama-bench", file, points, "-r", "1", "-p", "1", "-n", "0", "-w", "0")
+        self._run("llama-bench", file, points, "-r", "1", "-p", "1", "-n", "0", *self.cold_options)
         return time.perf_counter() - begin
 
 
@@ -428,7 +429,9 @@ def peers(options: argparse.Namespace) -> list[Peer]:
         if not (Path(folder) / "llama-bench").exists():
             raise SystemExit(f"--peer {text}: no llama-bench in {folder!r}")
         if name.startswith("ik"):  # repacks weights as it loads them, which it leaves to the user to ask for
-            found.append(Peer(name, Path(folder), ("-fa", "1"), ("-rtr", "1", "-fmoe", "1"), ("-rtr",), "-gp"))
+            found.append(
+                Peer(name, Path(folder), ("-fa", "1"), ("-rtr", "1", "-fmoe", "1"), ("-rtr",), "-gp", ("-w", "0"))
+            )
         else:
             found.append(Peer(name, Path(folder), ("-fa", "1")))
     return found

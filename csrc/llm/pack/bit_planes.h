@@ -37,16 +37,6 @@ struct PlaneBits {
   }
   return value;
 }
-[[maybe_unused]] inline void put_bits(const BlockLayout& layout, uint8_t* block, int64_t k, int r, int value) {
-  const FormatRow& format = row_of(layout.format);
-  uint8_t* unit = block + layout.unit_at(k);
-  const auto put = [&](uint8_t* plane, int bits, int part) {
-    const PlaneBits at = plane_bits(bits, static_cast<int>(k % kUnitColumns), r);
-    plane[at.byte] = static_cast<uint8_t>((plane[at.byte] & ~(at.mask << at.shift)) | (part & at.mask) << at.shift);
-  };
-  put(unit, format.low, value);
-  if (format.bits > format.low) put(unit + format.low * kPlaneLine, format.bits - format.low, value >> format.low);
-}
 
 // Bits from_bit, from_bit + 1, ... of the values of 32 columns into row r of a plane: four columns, which lie side by
 // side, at a time.

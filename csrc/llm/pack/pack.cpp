@@ -250,25 +250,28 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
 
 // A source in a format that holds its values, kept bit by bit.
 void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  const FormatRow& format = row_of(layout.format);
   const bool bytes = layout.format == Format::i8;
-  const int zero = bytes && type == SourceType::q4_0 ? 8 : 0;
-  // What a format of more bits takes from its values beyond that, without a minimum.
-  const int more = bytes || layout.minimum ? 0 : (1 << (row_of(layout.format).bits - 1)) - 8;
-  for (int r = 0; r < kLanes; ++r) {
-    if (lanes.row[r] == nullptr) continue;
-    for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
-      QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes_of(type));
+  // Bytes have the sign that q4_0 has not; a format of more bits without a minimum takes more from its values.
+  int plus = 0;
+  if (bytes && type == SourceType::q4_0) plus = -8;
+  if (!bytes && !layout.minimum) plus = (1 << (format.bits - 1)) - 8;
+  const int64_t block_bytes = block_bytes_of(type);
+  for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
+    uint8_t* unit = block + layout.unit_at(k0);
+    for (int r = 0; r < kLanes; ++r) {
+      if (lanes.row[r] == nullptr) continue;
+      QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes);
       if (!bytes && type == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
       for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
         put(scale_at(layout, block, k / layout.group, r), from.scale);
         if (layout.minimum) put(minimum_at(layout, block, k / layout.group, r), from.minimum);
       }
-      for (int i = 0; i < kSourceGroup; ++i) {
-        if (bytes)
-          block[layout.unit_at(k0) + i8_at(i, r)] = static_cast<uint8_t>(from.q[i] - zero);
-        else
-          put_bits(layout, block, k0 + i, r, from.q[i] + more);
-      }
+      for (int i = 0; i < kSourceGroup; ++i) from.q[i] = static_cast<uint8_t>(from.q[i] + plus);
+      if (!bytes)
+        put_row(format, unit, r, from.q);
+      else
+        for (int i = 0; i < kSourceGroup; i += 4) std::memcpy(unit + i8_at(i, r), from.q + i, 4);
     }
   }
 }

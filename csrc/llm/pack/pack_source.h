@@ -87,7 +87,7 @@ inline void read_bf16_panel(const Lanes& lanes, int64_t k0, int count, float* pa
 // ggml's blocks of 32: half scale (and half minimum), then 16 bytes of nibbles (value i and i + 16) or 32 of int8.
 struct QuantisedBlock {
   uint16_t scale = 0, minimum = 0;
-  int q[kSourceGroup];
+  uint8_t q[kSourceGroup];  // int8 of q8_0
 };
 inline int64_t block_bytes_of(SourceType type) {
   return type == SourceType::q8_0 ? 34 : type == SourceType::q4_0 ? 18 : 20;
@@ -98,7 +98,7 @@ inline QuantisedBlock read_block(SourceType type, const uint8_t* from) {
   block.scale = read<uint16_t>(from);
   const uint8_t* values = from + 2;
   if (type == SourceType::q8_0) {
-    for (int i = 0; i < kSourceGroup; ++i) block.q[i] = static_cast<int8_t>(values[i]);
+    std::memcpy(block.q, values, kSourceGroup);
     return block;
   }
   if (type == SourceType::q4_1) {
@@ -119,8 +119,10 @@ inline void read_quantised_panel(SourceType type, const Lanes& lanes, int64_t k0
       const QuantisedBlock block = read_block(type, lanes.row[r] + (k0 + k) / kSourceGroup * block_bytes_of(type));
       const float scale = from_f16(block.scale), minimum = from_f16(block.minimum);
       const int offset = type == SourceType::q4_0 ? 8 : 0;
-      for (int i = 0; i < std::min(kSourceGroup, count - k); ++i)
-        panel[(k + i) * kLanes + r] = scale * static_cast<float>(block.q[i] - offset) + minimum;
+      for (int i = 0; i < std::min(kSourceGroup, count - k); ++i) {
+        const int q = type == SourceType::q8_0 ? static_cast<int8_t>(block.q[i]) : block.q[i] - offset;
+        panel[(k + i) * kLanes + r] = scale * static_cast<float>(q) + minimum;
+      }
     }
   }
 }
