@@ -253,7 +253,7 @@ void bind_model(nb::module_& m) {
           },
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
       .def("finish", &DecoderModel::finish, no_gil)
-      .def("borrow", &DecoderModel::borrow, nb::arg("model"), no_gil)
+      .def("borrow", &DecoderModel::borrow, nb::arg("model"), nb::arg("tokens") = std::vector<int64_t>(), no_gil)
       .def(
           "encode",
           [](DecoderModel& self, const std::vector<int64_t>& counts, uintptr_t tokens, uintptr_t types,

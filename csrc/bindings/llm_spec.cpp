@@ -146,6 +146,7 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   get(from, "kv_layer", spec.kv_layer);
   get(from, "gated", spec.gated);
   get(from, "bidirectional", spec.bidirectional);
+  get(from, "fused_input", spec.fused_input);
   return spec;
 }
 
@@ -279,6 +280,10 @@ llm::HiddenInputsSpec read_hidden_inputs(const nb::handle& from) {
   optional(from, "embed_norm", spec.embed_norm, read_norm);
   optional(from, "hidden_norm", spec.hidden_norm, read_norm);
   get(from, "hidden_first", spec.hidden_first);
+  get(from, "reduced", spec.reduced);
+  get(from, "fused", spec.fused);
+  get(from, "normed_residual", spec.normed_residual);
+  get(from, "draft_vocab", spec.draft_vocab);
   return spec;
 }
 

@@ -64,6 +64,8 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
       fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
     if (a.qk_norm || a.gated) fail(where, "mla has no qk_norm and no gate");
   }
+  if (a.fused_input && (!spec.hidden_inputs || spec.hidden_inputs->fused || a.mla || &a != &*spec.layers[0].attention))
+    fail(where, "only the first layer's attention reads hidden_inputs, without mla, where they are not fused");
 }
 
 void check_short_conv(const std::string& where, const ShortConvSpec& conv) {
@@ -175,6 +177,10 @@ void check_hidden_inputs(const DecoderSpec& spec) {
   in_range("", "hidden_inputs.width", inputs.width, 1);
   in_range("", "hidden_inputs.taps", static_cast<int64_t>(inputs.taps.size()), 1, 1 << 8);
   for (const int tap : inputs.taps) in_range("", "hidden_inputs.taps", tap, -1, 1 << 16);
+  in_range("", "hidden_inputs.draft_vocab", inputs.draft_vocab, 0, spec.vocab);
+  const AttentionSpec* first = spec.layers.front().attention ? &*spec.layers.front().attention : nullptr;
+  if (!inputs.fused && (inputs.beside(spec.hidden) != spec.hidden || first == nullptr || !first->fused_input))
+    fail("", "hidden_inputs that are not fused are of the hidden width, and the first layer's attention reads them");
   in_range("", "hidden_inputs.own_tap", inputs.own_tap, -1, static_cast<int64_t>(spec.layers.size()));
   if (spec.stages > 1 || spec.positions > 0 || spec.layer_inputs || spec.is_recurrent() || spec.is_encoder() ||
       spec.tied || spec.head_bias)

@@ -73,6 +73,7 @@ struct AttentionSpec {
   int kv_layer = -1;
   bool gated = false;
   bool bidirectional = false;
+  bool fused_input = false;
 
   bool own_keys() const { return kv_layer < 0; }
 };
@@ -182,6 +183,13 @@ struct HiddenInputsSpec {
   std::optional<NormSpec> embed_norm;
   std::optional<NormSpec> hidden_norm;
   bool hidden_first = false;
+  bool reduced = false;
+  bool fused = true;
+  bool normed_residual = false;
+  int64_t draft_vocab = 0;
+
+  // Of the hidden states beside the embedding.
+  int64_t beside(int64_t hidden) const { return reduced ? hidden : width; }
 };
 
 struct InputGateSpec {

@@ -68,17 +68,23 @@ class WeightWalk {
   }
 
   // Columns of `fuse` are those of the embedding, then of the hidden states.
-  void fuse(const HiddenInputsSpec& inputs, LinearWeights& out, Norm& embed_norm, Norm& hidden_norm) {
+  void fuse(const HiddenInputsSpec& inputs, LinearWeights& reduce, LinearWeights& out, Norm& embed_norm,
+            Norm& hidden_norm) {
     norm("fuse_embed_norm", inputs.embed_norm, hidden_, embed_norm);
-    norm("fuse_hidden_norm", inputs.hidden_norm, inputs.width, hidden_norm);
-    matrix("fuse", hidden_, product(1, hidden_ + inputs.width), out);
+    norm("fuse_hidden_norm", inputs.hidden_norm, inputs.beside(hidden_), hidden_norm);
+    if (inputs.reduced) matrix("reduce", hidden_, inputs.width, reduce);
+    if (inputs.fused) matrix("fuse", hidden_, hidden_ + inputs.beside(hidden_), out);
   }
 
   // What comes after them; a tied head is the embedding.
   void after(const DecoderSpec& spec, LinearWeights& head, Norm& final_norm) {
     if (!spec.is_last_stage()) return;
     norm("final_norm", spec.final_norm, hidden_, final_norm);
-    if (!spec.tied && !spec.hidden_inputs) matrix("head", spec.own_vocab(), hidden_, head);
+    if (spec.hidden_inputs) {
+      if (spec.hidden_inputs->draft_vocab > 0) matrix("head", spec.hidden_inputs->draft_vocab, hidden_, head);
+    } else if (!spec.tied) {
+      matrix("head", spec.own_vocab(), hidden_, head);
+    }
     if (spec.head_bias) head.bias = vector("head.bias", spec.own_vocab());
   }
 
@@ -224,9 +230,10 @@ class WeightWalk {
 
   void query_keys_values(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
     const int64_t values = product(a.kv_heads, a.value_dim), all = qkv_rows(a);
+    const int64_t cols = a.fused_input ? product(2, hidden_) : hidden_;
     const bool own_values = a.own_keys() && !a.gated && lists(at + "v");
-    matrix(at + "qkv", own_values ? all - values : all, hidden_, out.qkv);
-    if (own_values) matrix(at + "v", values, hidden_, out.v);
+    matrix(at + "qkv", own_values ? all - values : all, cols, out.qkv);
+    if (own_values) matrix(at + "v", values, cols, out.v);
     if (!a.qkv_bias) return;
     out.qkv.bias = vector(at + "qkv.bias", all);
     if (out.qkv.bias != nullptr) out.v.bias = out.qkv.bias + all - values;
@@ -259,7 +266,7 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   Norm norm;
   const float* values = nullptr;
   list.before(spec, linear, linear, linear, values, norm, linear, linear, norm);
-  if (spec.hidden_inputs) list.fuse(*spec.hidden_inputs, linear, norm, norm);
+  if (spec.hidden_inputs) list.fuse(*spec.hidden_inputs, linear, linear, norm, norm);
   list.after(spec, linear, norm);
   return list.found;
 }
@@ -293,7 +300,7 @@ class Weights::Builder final : WeightWalk {
     before(spec_, embed, positions, token_types, weights_.relative_bias, weights_.embed_norm, layer_embed,
            weights_.layer_projection, weights_.layer_projection_norm);
     if (spec_.hidden_inputs)
-      fuse(*spec_.hidden_inputs, weights_.fuse, weights_.fuse_embed_norm, weights_.fuse_hidden_norm);
+      fuse(*spec_.hidden_inputs, weights_.reduce, weights_.fuse, weights_.fuse_embed_norm, weights_.fuse_hidden_norm);
     weights_.token_types = token_types.w;
     weights_.embed = embed.w;
     weights_.positions = positions.w;
@@ -505,9 +512,10 @@ void Weights::finish() {
   slots_.clear();
 }
 
-void Weights::borrow(const Weights& model) {
+void Weights::borrow(const Weights& model, const std::vector<int32_t>& tokens) {
   embed = model.embed;
-  head = model.head;
+  head_tokens = tokens;
+  if (tokens.empty()) head = model.head;
 }
 
 // Checkpoints have a channel's taps one after another; a step reads all channels' of one tap.
@@ -554,6 +562,7 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
     for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
   }
   add(layer_projection);
+  add(reduce);
   add(fuse);
   add(head);
   return all;

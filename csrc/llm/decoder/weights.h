@@ -109,7 +109,8 @@ class Weights {
   void finish();
 
   // Of a head that drafts: embedding and head are those of `model`.
-  void borrow(const Weights& model);
+  // `tokens`: those of its own head, if it has one.
+  void borrow(const Weights& model, const std::vector<int32_t>& tokens);
 
   // What a pass over one token takes: the bytes of matrices that it reads, and how many products of two numbers. Of
   // experts as many as a token has. 1 at least.
@@ -122,10 +123,11 @@ class Weights {
   const float* relative_bias = nullptr;  // [buckets, heads]
   LinearWeights layer_projection;
   Norm layer_projection_norm;
-  LinearWeights fuse;  // of hidden_inputs
+  LinearWeights reduce, fuse;  // of hidden_inputs
   Norm fuse_embed_norm, fuse_hidden_norm;
   LinearWeights head;
   Norm embed_norm, final_norm;
+  std::vector<int32_t> head_tokens;  // that the rows of a head stand for, where it has not all of them
   std::vector<LayerWeights> layers;
 
  private:

@@ -86,12 +86,14 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
     if (layer.input_gate) most(features, layer.input_gate->mlp.features);
   }
   if (spec.layer_inputs) layer_inputs = spec.layer_inputs->layers * spec.layer_inputs->features;
-  if (spec.hidden_inputs) fused = hidden + spec.hidden_inputs->width;
+  if (spec.hidden_inputs) fused = hidden + spec.hidden_inputs->beside(hidden);
+  if (spec.hidden_inputs) draft_vocab = spec.hidden_inputs->draft_vocab;
 }
 
 int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
-         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused;
+         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
+         draft_vocab;
 }
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
@@ -124,6 +126,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   if (widths.top_k > 0) next.expert_out = rows(wanted, widths.hidden);
   next.layer_inputs = rows(wanted, widths.layer_inputs);
   next.fused = rows(wanted, widths.fused);
+  next.draft_logits = rows(wanted, widths.draft_vocab);
   for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
   next.inputs.reserve(shapes, wanted);
   next.own.resize(static_cast<size_t>(threads));

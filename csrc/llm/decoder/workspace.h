@@ -98,6 +98,7 @@ struct Widths {
   bool own_norm = false;     // a norm of linear attention's result over several heads
   int64_t key_dim = 0;       // of linear attention
   int64_t fused = 0;         // of hidden_inputs: the embedding and the hidden states
+  int64_t draft_vocab = 0;   // rows of a head that has not all tokens
   bool two_deltas = false;   // a layer with attention and a recurrent mixer
 
   explicit Widths(const DecoderSpec& spec);
@@ -115,7 +116,7 @@ struct Workspace {
   };
 
   Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;
-  Buffer mixed, mix_gates[2], steps, mixer_out, fused;
+  Buffer mixed, mix_gates[2], steps, mixer_out, fused, draft_logits;
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
   Inputs inputs;
   Routing routing;

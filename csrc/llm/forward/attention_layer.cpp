@@ -20,11 +20,14 @@ float growth_at(const AttentionSpec& spec, int64_t position) noexcept {
 
 }  // namespace
 
-void StepThread::project(const AttentionSpec&, const LayerWeights& weights) noexcept {
-  const Input& in = input(weights.qkv.w.shape(), x_, hidden_stride_, tokens_);
+void StepThread::project(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
+  const float* fused = small_ ? own_.fused.get() : shared_.fused.get();
+  const float* x = spec.fused_input ? fused : x_;
+  const int64_t stride = spec.fused_input ? padded_stride(forward_.widths_.fused) : hidden_stride_;
+  const Input& in = input(weights.qkv.w.shape(), x, stride, tokens_);
   multiply_into(weights.qkv, in, shared_.qkv.get(), qkv_stride_);
   if (weights.v.w.empty()) return;
-  const Input& in_of_values = input(weights.v.w.shape(), x_, hidden_stride_, tokens_);
+  const Input& in_of_values = input(weights.v.w.shape(), x, stride, tokens_);
   multiply_into(weights.v, in_of_values, shared_.qkv.get() + weights.qkv.w.shape().rows, qkv_stride_);
 }
 

@@ -62,6 +62,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       states_(spec) {
   add_shape(shapes_, weights.head.w);
   add_shape(shapes_, weights.layer_projection.w);
+  add_shape(shapes_, weights.reduce.w);
   add_shape(shapes_, weights.fuse.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
@@ -339,23 +340,36 @@ void StepThread::embed() noexcept {
 
 // The residual of a head that drafts: see HiddenInputs in spec/decoder.py. Ranks have all of it.
 void StepThread::fuse(const HiddenInputsSpec& spec) noexcept {
-  const int64_t stride = padded_stride(forward_.widths_.fused);
+  const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
+  const int64_t stride = padded_stride(forward_.widths_.fused), width = spec.width, beside = spec.beside(spec_.hidden);
   float* both = small_ ? own_.fused.get() : shared_.fused.get();
-  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
-    float* row = both + t * stride;
-    norm(weights_.fuse_embed_norm, residual_ + t * hidden_stride_, spec_.hidden,
-         row + (spec.hidden_first ? spec.width : 0));
-    norm(weights_.fuse_hidden_norm, step_.inputs.data() + t * spec.width, spec.width,
-         row + (spec.hidden_first ? 0 : spec_.hidden));
-  }
   float* out = shared_.delta[0].get();
+  if (spec.reduced) {
+    fresh();
+    const Input& in = input(weights_.reduce.w.shape(), step_.inputs.data(), width, tokens_);
+    multiply_into(weights_.reduce, in, out, hidden_stride_);
+    barrier(Work::embed);
+  }
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* residual = residual_ + t * hidden_stride_;
+    float* row = both + t * stride;
+    const float* hidden = step_.inputs.data() + t * width;
+    if (spec.reduced && !step_.own_inputs[static_cast<size_t>(t)]) hidden = out + t * hidden_stride_;
+    float* normed = row + (spec.hidden_first ? 0 : spec_.hidden);
+    norm(weights_.fuse_embed_norm, residual, spec_.hidden, row + (spec.hidden_first ? beside : 0));
+    norm(weights_.fuse_hidden_norm, hidden, beside, normed);
+    if (!spec.fused) std::memcpy(residual, spec.normed_residual ? normed : hidden, bytes);
+  }
   fresh();
-  multiply_into(weights_.fuse, input(weights_.fuse.w.shape(), both, stride, tokens_), out, hidden_stride_);
-  barrier(Work::embed);
-  for (int64_t t = mine_.begin; t < mine_.end; ++t)
-    std::memcpy(residual_ + t * hidden_stride_, out + t * hidden_stride_,
-                static_cast<size_t>(spec_.hidden) * sizeof(float));
-  fresh();
+  if (spec.fused) {
+    const Input& in = input(weights_.fuse.w.shape(), both, stride, tokens_);
+    if (spec.reduced) barrier(Work::embed);  // all have read what the first product gave
+    multiply_into(weights_.fuse, in, out, hidden_stride_);
+    barrier(Work::embed);
+    for (int64_t t = mine_.begin; t < mine_.end; ++t)
+      std::memcpy(residual_ + t * hidden_stride_, out + t * hidden_stride_, bytes);
+    fresh();
+  }
   barrier(Work::embed);
 }
 

@@ -33,6 +33,7 @@ struct StepTokens {
   float* hidden = nullptr;  // [hidden_wanted, hidden]
   // Of a head that drafts (hidden_inputs): what it reads of its model's hidden states, [tokens, width].
   std::vector<float> inputs;
+  std::vector<bool> own_inputs;  // of each token: they are the head's own hidden states, the first ones of the width
   // Rows of tokens, ascending, whose hidden states such a head will read, and where: of each of `taps` `hidden` floats,
   // one after another. A tap is a number of layers, or -1 for what the last norm gives.
   std::vector<int32_t> features_wanted;
@@ -51,6 +52,7 @@ struct StepTokens {
     wanted.clear();
     hidden_wanted.clear();
     inputs.clear();
+    own_inputs.clear();
     features_wanted.clear();
   }
 };

@@ -24,7 +24,7 @@ void StepThread::head() noexcept {
   mark(Work::norm);
   const Matrix& w = weights_.head.w;
   int64_t at_once = step_.exact ? kGemvTokens : std::max<int64_t>(count, 1);
-  if (forward_.ranks_ != nullptr) {
+  if (forward_.ranks_ != nullptr && weights_.head_tokens.empty()) {
     ParallelRanks& ranks = *forward_.ranks_;
     int64_t widest = 1;
     for (int rank = 0; rank < ranks.size(); ++rank) widest = std::max(widest, ranks.header(rank).vocab_count);
@@ -39,12 +39,28 @@ void StepThread::finish_logits(float* logits, int64_t stride, int64_t tokens, in
   for (int64_t t = 0; t < tokens; ++t) softcap(logits + t * stride + begin, spec_.logits_softcap, end - begin);
 }
 
+// The logits of all tokens, from those of the tokens that the head has; the others never come.
+void StepThread::spread_logits(const float* from, int64_t first, int64_t count) noexcept {
+  constexpr float kNever = -1e9f;
+  barrier(Work::head);
+  const auto rows = static_cast<int64_t>(weights_.head_tokens.size());
+  const Range own = part_of(count, thread_, threads_);
+  for (int64_t t = own.begin; t < own.end; ++t) {
+    float* to = step_.logits + (first + t) * step_.logits_stride;
+    std::fill(to, to + spec_.vocab, kNever);
+    for (int64_t row = 0; row < rows; ++row) to[weights_.head_tokens[static_cast<size_t>(row)]] = from[t * rows + row];
+  }
+}
+
 // Logits of the wanted tokens first, first + 1, ...
 void StepThread::logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept {
-  const bool divided = forward_.ranks_ != nullptr;
+  const bool part = !weights_.head_tokens.empty();  // which every rank has whole
+  const bool divided = forward_.ranks_ != nullptr && !part;
   const int64_t rows = w.shape().rows;
-  const int64_t stride = divided ? rows : step_.logits_stride;
-  float* out = divided ? forward_.ranks_->slot(spec_.rank, turn_) : step_.logits + first * stride;
+  const int64_t stride = divided || part ? rows : step_.logits_stride;
+  float* out = part      ? shared_.draft_logits.get() + first * stride
+               : divided ? forward_.ranks_->slot(spec_.rank, turn_)
+                         : step_.logits + first * stride;
   if (first > 0) fresh();
   const Input& in = input(w.shape(), x + first * hidden_stride_, hidden_stride_, count, nullptr, true);
   multiply(w, in, Output{out, stride, weights_.head.bias, false, spec_.logits_scale}, thread_, threads_);
@@ -56,6 +72,7 @@ void StepThread::logits_of(const Matrix& w, const float* x, int64_t first, int64
     const Range own = part_of(count, thread_, threads_);
     finish_logits(out + own.begin * stride, stride, own.end - own.begin, 0, rows);
   }
+  if (part) spread_logits(out, first, count);
   if (!divided) {
     mark(Work::head);
     return;  // all threads meet at the end of the run, before anybody reads the logits

@@ -38,6 +38,7 @@ class StepThread {
   int mix(size_t index) noexcept;
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
+  void spread_logits(const float* from, int64_t first, int64_t count) noexcept;
   void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
   // Brings what advance(t, ...) will read into the cache.
   void fetch_pending(int64_t t) const noexcept;

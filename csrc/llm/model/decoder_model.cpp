@@ -115,7 +115,7 @@ void DecoderModel::finish() {
   finished_ = true;
 }
 
-void DecoderModel::borrow(DecoderModel& model) {
+void DecoderModel::borrow(DecoderModel& model, const std::vector<int64_t>& tokens) {
   if (&model == this || !spec_.hidden_inputs) throw UsageError("borrow: only a head that drafts takes other weights");
   const auto theirs = model.lock();
   const auto held = lock();
@@ -124,7 +124,11 @@ void DecoderModel::borrow(DecoderModel& model) {
   };
   if (!model.finished_ || ends(model.spec_) != ends(spec_))
     throw UsageError("borrow: the model is not complete, or has another vocabulary, other widths or ranks");
-  weights_.borrow(model.weights_);
+  if (static_cast<int64_t>(tokens.size()) != spec_.hidden_inputs->draft_vocab)
+    throw UsageError("borrow: " + std::to_string(tokens.size()) + " tokens for the " +
+                     std::to_string(spec_.hidden_inputs->draft_vocab) + " rows of the head");
+  check_tokens(tokens.data(), static_cast<int64_t>(tokens.size()));
+  weights_.borrow(model.weights_, std::vector<int32_t>(tokens.begin(), tokens.end()));
   forward_.add_head();
 }
 
@@ -208,8 +212,8 @@ void DecoderModel::unlink() {
 
 void DecoderModel::check_ready() const {
   if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
-  if (spec_.hidden_inputs && weights_.head.w.empty())
-    throw UsageError("a head that drafts takes the embedding and head of its model: borrow() comes first");
+  if (spec_.hidden_inputs && weights_.embed.empty())
+    throw UsageError("a head that drafts takes the embedding of its model: borrow() comes first");
   if ((spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected())) ||
       (spec_.stages > 1 && (stages_ == nullptr || !stages_->connected())))
     throw UsageError("rank " + std::to_string(spec_.stage * spec_.size + spec_.rank) + " of " +

@@ -37,9 +37,9 @@ class DecoderModel final : public Model {
   uint64_t read(int fd, int64_t offset, const FileProgress& progress);
   // After the last weight. Throws ModelError.
   void finish();
-  // Of a head that drafts for `model`: it takes that one's embedding and head, which have to be complete. Throws
-  // UsageError.
-  void borrow(DecoderModel& model);
+  // Of a head that drafts for `model`: it takes that one's embedding, and its head where it has none itself. `tokens`:
+  // which ones its own head's rows stand for. Throws UsageError.
+  void borrow(DecoderModel& model, const std::vector<int64_t>& tokens);
 
   std::string create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
                              const std::vector<std::string>& addresses, const std::string& wire_dtype,

@@ -13,8 +13,8 @@ void Model::check_head(const Model& draft, const DraftTranslation& translation) 
   if (translation.to_draft || !gives_features() || spec_.stages > 1 || spec_.hidden_inputs)
     throw UsageError("a head that drafts has its model's tokens and hidden states: one stage of the native runtime");
   const int most = *std::max_element(inputs.taps.begin(), inputs.taps.end());
-  if (most > static_cast<int>(spec_.layers.size()) || draft.spec_.vocab != spec_.vocab ||
-      inputs.width != static_cast<int64_t>(inputs.taps.size()) * spec_.hidden)
+  if (draft.spec_.hidden > inputs.width || most > static_cast<int>(spec_.layers.size()) ||
+      draft.spec_.vocab != spec_.vocab || inputs.width != static_cast<int64_t>(inputs.taps.size()) * spec_.hidden)
     throw UsageError("this head drafts for a model with other layers, another width or vocabulary");
 }
 

@@ -140,6 +140,7 @@ class Model {
     // part of an answer that is computed again.
     bool apart = false;
     const float* inputs = nullptr;  // of a head that drafts: hidden states of these tokens
+    int64_t model_inputs = 0;       // how many of them are the model's; the others are its own
     int64_t start = 0;              // the sequence's length before
     int64_t keep = 0;               // the length at which its recurrent state is kept, where the run comes there
     bool keep_anyway = false;       // however little memory there is

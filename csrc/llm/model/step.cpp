@@ -99,6 +99,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, const std::vector
         if (one.inputs != nullptr) {
           const int64_t width = spec_.hidden_inputs->width;
           tokens_.inputs.insert(tokens_.inputs.end(), one.inputs + taken * width, one.inputs + (taken + count) * width);
+          for (int64_t i = taken; i < taken + count; ++i) tokens_.own_inputs.push_back(i >= one.model_inputs);
         }
         if (count > 0) {
           const int64_t position = one.start + taken;
@@ -357,6 +358,7 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, c
       if (states.begin() > request->cached_ || states.end() < request->cached_ + request->passing_)
         throw UsageError("a head that drafts computes with its model only: set_draft()");
       work.back().inputs = states.at(request->cached_);
+      work.back().model_inputs = request->sure_ - request->cached_;
     }
     work.back().keep = request->keep_at();
     work.back().keep_anyway = work.back().keep == request->keep_;
@@ -416,13 +418,17 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
       std::vector<Wanted> with_logits, picked;
       const float* hidden = model.hidden_.data();
       const float* features = model.features_.data();
-      // A head reads what it makes of a token with the next one.
-      const int64_t behind = model.spec_.hidden_inputs ? 1 : 0;
+      std::vector<float> own;  // a head reads what it makes of a token with the next one, in as much room
+      if (model.spec_.hidden_inputs) own.resize(static_cast<size_t>(model.spec_.hidden_inputs->width));
       for (const Wanted& row : rows) {
         if (row.kind == Wanted::Kind::logits) with_logits.push_back(row);
         if (row.kind == Wanted::Kind::pick) picked.push_back(row);
         if (row.kind == Wanted::Kind::features) {
-          row.request->states_.put(row.position + behind, features, width());
+          if (own.empty())
+            row.request->states_.put(row.position, features, width());
+          else
+            std::copy(features, features + std::min(width(), static_cast<int64_t>(own.size())), own.begin());
+          if (!own.empty()) row.request->states_.put(row.position + 1, own.data(), static_cast<int64_t>(own.size()));
           features += width();
         }
         if (row.kind != Wanted::Kind::hidden) continue;

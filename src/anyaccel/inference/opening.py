@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.native.draft import (
     MTP,
     TextBridge,
     attach,
+    borrow,
     check_draft_path,
     find_native,
     same_tokens,
@@ -26,7 +27,6 @@ from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.vendors import ENTRY_POINTS, FIRST_AVAILABLE
 
 if TYPE_CHECKING:
-    from anyaccel import _llm
     from anyaccel.topology.model import Machine
 
 
@@ -102,7 +102,7 @@ def choose_runtime(options: ModelOptions, on_cpu: bool) -> str:
 
 
 def _load(
-    model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks, runtime: str, **more: bool
+    model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks, runtime: str, **more: int
 ) -> NativeModel:
     load: Callable[..., NativeModel] = load_native
     if runtime == "device":
@@ -124,7 +124,9 @@ def _attach_draft(
     bridge = None
     draft: NativeModel | None
     if options.draft == MTP:
-        draft = _draft_head(native, model, options, place, callbacks)
+        if not isinstance(model, str | Path):
+            raise UsageError(f"draft={MTP!r}: only a checkpoint has such a layer, not a model in memory: give its path")
+        draft = _draft_head(native, Path(model).expanduser(), options, place, callbacks)
         name = "the layer for multi-token prediction"
     elif not isinstance(options.draft, str | Path):
         draft = find_native(options.draft)
@@ -134,15 +136,13 @@ def _attach_draft(
         _check_vocabulary(native, draft)
     else:
         path = Path(options.draft).expanduser()
-        check_draft_path(path)
+        is_head = check_draft_path(path)
         name = path.name
-        try:
-            draft = _load(path, options.for_draft(), place, callbacks, "native")
-        except Unsupported as lack:
-            raise UsageError(
-                f"draft {path}: the native runtime has no {lack.feature}, and a draft model needs it"
-            ) from None
-        if isinstance(model, str | Path):
+        if is_head:
+            draft = _draft_head(native, path, options, place, callbacks)
+        else:
+            draft = _draft_model(path, options, place, callbacks)
+        if isinstance(model, str | Path) and not is_head:
             bridge = _bridge(native, Path(model).expanduser(), draft, path)
         else:
             _check_vocabulary(native, draft)
@@ -157,21 +157,30 @@ def _attach_draft(
     warn_if_useless(native, name, callbacks.line)
 
 
-def _draft_head(
-    native: NativeModel, model: Any, options: ModelOptions, place: RankPlace, callbacks: Callbacks
-) -> NativeModel:
-    """The layer of the model's checkpoint that drafts."""
-    if not isinstance(model, str | Path):
-        raise UsageError(f"draft={MTP!r}: only a checkpoint has such a layer, not a model in memory: give its path")
-    if options.pp > 1:
-        raise UsageError(f"draft={MTP!r} is for one stage, not pp={options.pp}: use tensor_parallel")
+def _draft_model(path: Path, options: ModelOptions, place: RankPlace, callbacks: Callbacks) -> NativeModel:
     try:
-        draft = _load(model, options.for_draft(), place, callbacks, "native", draft_head=True)
+        return _load(path, options.for_draft(), place, callbacks, "native")
     except Unsupported as lack:
         raise UsageError(
-            f"draft={MTP!r}: the native runtime has no {lack.feature}; draft with another model, or with ngram"
+            f"draft {path}: the native runtime has no {lack.feature}, and a draft model needs it"
         ) from None
-    cast("_llm.DecoderModel", draft.model).borrow(cast("_llm.DecoderModel", native.model))
+
+
+def _draft_head(
+    native: NativeModel, path: Path, options: ModelOptions, place: RankPlace, callbacks: Callbacks
+) -> NativeModel:
+    """A layer that drafts, of the model's checkpoint or of its own."""
+    if options.pp > 1:
+        raise UsageError(f"draft={str(options.draft)!r} is for one stage, not pp={options.pp}: use tensor_parallel")
+    layers = len(native.whole_spec.layers)
+    try:
+        draft = _load(path, options.for_draft(), place, callbacks, "native", draft_head=layers)
+    except Unsupported as lack:
+        raise UsageError(
+            f"draft={str(options.draft)!r}: the native runtime has no {lack.feature}; draft with another model, "
+            "or with ngram"
+        ) from None
+    borrow(native, draft, path)
     return draft
 
 

@@ -26,6 +26,7 @@ from anyaccel import _llm
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
 from anyaccel.inference.families.registry import ARCHITECTURES
+from anyaccel.inference.native.draft import borrow
 from anyaccel.inference.native.runtime import NativeModel, RankPlace, load_native
 from anyaccel.inference.options import ModelOptions
 
@@ -153,11 +154,11 @@ def save(folder: Path, case: str, head: bool = True, **more: Any) -> tuple[Any, 
     return model, drafts
 
 
-def load(folder: Path, **options: Any) -> NativeModel:
+def load(folder: Path, draft: Path | None = None, **options: Any) -> NativeModel:
     given = ModelOptions(dtype="fp32", threads=1, **options)
     native = load_native(folder, given)
-    head = load_native(folder, given, draft_head=True)
-    head.model.borrow(native.model)  # type: ignore[attr-defined]
+    head = load_native(draft or folder, given, draft_head=len(native.whole_spec.layers))
+    borrow(native, head, draft or folder)
     native.model.set_draft(head.model)
     native.draft = head
     return native
@@ -196,10 +197,95 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return make
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_drafts_what_the_definition_says(case: str, made: Callable[[str], Made]) -> None:
+class Eagle:
+    """An EAGLE-3 head (Li et al., 2025): one layer, whose attention reads the embedding beside the hidden states.
+
+    Of the model it has these behind three of its layers, made as wide as one by `fc`; behind its own drafts, its own.
+    """
+
+    LAYERS, KNOWN = 6, sorted({*FEW, *range(3, VOCAB, 2)})  # of the model; the tokens of the head
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        import transformers
+
+        known = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        known |= {"vocab_size": VOCAB, "max_position_embeddings": 1024, "tie_word_embeddings": False}
+        torch.manual_seed(1)
+        self.model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**known, num_hidden_layers=self.LAYERS, attn_implementation="eager")
+        ).eval()
+        with torch.no_grad():
+            for value in self.model.parameters():
+                value.copy_(torch.randn_like(value) * value.shape[-1] ** -0.5 if value.dim() > 1 else value + 0.1)
+        self.model.save_pretrained(folder / "model")
+        self.config, self.taps = config, config.pop("taps", (2, self.LAYERS // 2, self.LAYERS - 3))
+        prefix = config.pop("prefix", "midlayer.")
+        shapes = {
+            "self_attn.q_proj": (48, 96),
+            "self_attn.k_proj": (24, 96),
+            "self_attn.v_proj": (24, 96),
+            "self_attn.o_proj": (48, 48),
+            "mlp.gate_proj": (64, 48),
+            "mlp.up_proj": (64, 48),
+            "mlp.down_proj": (48, 64),
+        }
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.w = {name: torch.randn(shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+        self.w |= {name: 1 + 0.2 * torch.randn(48) for name in norms}
+        tensors = {f"{prefix}{name}.weight": value for name, value in self.w.items()}
+        others = {"fc": torch.randn(48, 144) / 12, "norm": 1 + 0.2 * torch.randn(48)}
+        others["lm_head"] = torch.randn(len(self.KNOWN), 48) / 7
+        self.w |= others
+        tensors |= {f"{name}.weight": value for name, value in others.items()}
+        tensors["d2t"] = torch.tensor([token - row for row, token in enumerate(self.KNOWN)])
+        tensors["t2d"] = torch.tensor([token in self.KNOWN for token in range(VOCAB)])
+        head = folder / "head"
+        head.mkdir()
+        save_file(tensors, head / "model.safetensors", {"format": "pt"})
+        inner = {**known, "model_type": "llama", "intermediate_size": 64, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+        outer = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(self.KNOWN)}
+        if "speculators_model_type" in config:
+            inner = {"transformer_layer_config": inner}
+        (head / "config.json").write_text(json.dumps({**inner, **outer, **config}))
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.w[name]
+
+    def run(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        count, normed = len(tokens), self.norm("hidden_norm", hidden)
+        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        both = torch.cat([self.norm("input_layernorm", embedded), normed], -1)
+        q, k, v = (
+            (both @ self.w[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, 12)).transpose(0, 1) for name in "qkv"
+        )
+        cosine, sine = self.model.model.rotary_emb(both, torch.arange(count)[None])
+        q, k = apply_rotary_pos_emb(q[None], k[None], cosine, sine)
+        k, v = k[0].repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        x = torch.nn.functional.scaled_dot_product_attention(q, k[None], v[None], is_causal=True)[0]
+        residual = normed if self.config.get("norm_before_residual") else hidden
+        h = residual + x.transpose(0, 1).flatten(1) @ self.w["self_attn.o_proj"].T
+        x = self.norm("post_attention_layernorm", h)
+        x = torch.nn.functional.silu(x @ self.w["mlp.gate_proj"].T) * (x @ self.w["mlp.up_proj"].T)
+        return h + x @ self.w["mlp.down_proj"].T
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        layers = self.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        hidden = torch.cat([layers[tap][0] for tap in self.taps], -1) @ self.w["fc"].T
+        text, found = tokens[1:], list[int]()
+        for _ in range(count):
+            last = self.run(hidden, text)[-1]
+            logits = torch.full((VOCAB,), float("-inf"))
+            logits[self.KNOWN] = self.norm("norm", last) @ self.w["lm_head"].T
+            found.append(best(logits))
+            text, hidden = [*text, found[-1]], torch.cat([hidden, last[None]])
+        return found
+
+
+def check_drafts(native: NativeModel, head: Head | Eagle) -> None:
     """How many of its drafts are right, over answers of which each pass is followed."""
-    _, native, head = made(case)
     most, new, right_ones = 3, 24, 0
     for seed in range(3):
         prompt = prompt_of(seed, 6 + 11 * seed)
@@ -220,6 +306,39 @@ def test_it_drafts_what_the_definition_says(case: str, made: Callable[[str], Mad
     assert right_ones > 0
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_it_drafts_what_the_definition_says(case: str, made: Callable[[str], Made]) -> None:
+    _, native, head = made(case)
+    check_drafts(native, head)
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "taps": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "taps": (1, 2, 5)},
+    "speculators": {
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": True,
+        "prefix": "layers.0.",
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+        "taps": (1, 3, 4),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", EAGLES)
+def test_eagle3(kind: str, tmp_path: Path) -> None:
+    head = Eagle(tmp_path, **EAGLES[kind])
+    native = load(tmp_path / "model", tmp_path / "head")
+    check_drafts(native, head)
+    for mode in MODES:
+        for prompt in (prompt_of(1, 40), prompt_of(2, 300)):
+            one, plain = (request(native.model, prompt, draft, **mode) for draft in (5, 0))
+            finish(native.model, one)
+            finish(native.model, plain)
+            assert (one.tokens, one.take_scores()) == (plain.tokens, plain.take_scores())
+            assert one.drafts[0] > 0
+
+
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode) or "greedy")
 def test_an_answer_is_the_same_with_and_without(mode: dict[str, Any], made: Callable[[str], Made]) -> None:
     """Alone and in batches of texts of different lengths, that of one longer than the hidden states which are kept."""
@@ -236,6 +355,27 @@ def test_an_answer_is_the_same_with_and_without(mode: dict[str, Any], made: Call
         for some in (alone, together):
             assert [one.tokens for one in some] == [one.tokens for one in plain]
             assert 0 < sum(one.drafts[1] for one in some) < sum(one.drafts[0] for one in some)
+
+
+def test_eagle3_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_models.always_drafting(monkeypatch)
+    Eagle(tmp_path)
+    options: dict[str, Any] = {"dtype": "fp32", "threads": 1}
+    plain = anyaccel.init_inference(tmp_path / "model", **options)
+    drafting = anyaccel.init_inference(tmp_path / "model", draft=tmp_path / "head", **options)
+    result, prompt = anyaccel.inference.Generation(), prompt_of(3, 12)
+    found = list(generate_tokens(drafting, prompt, max_new_tokens=40, result=result))
+    assert found == list(generate_tokens(plain, prompt, max_new_tokens=40)) and result.drafted > 0
+    family_cases.build("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"hidden states behind layers \(2, 1, -1\) of a model with 2"):
+        anyaccel.init_inference(tmp_path / "other", draft=tmp_path / "head", **options)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 9}))
+    with pytest.raises(UsageError, match="it is not a head of this model"):
+        anyaccel.init_inference(tmp_path / "model", draft=tmp_path / "head", **options)
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(UsageError, match="no EAGLE-3 head of 2 layers; draft with another model"):
+        anyaccel.init_inference(tmp_path / "model", draft=tmp_path / "head", **options)
 
 
 def test_turns_prefixes_and_what_is_forgotten(made: Callable[[str], Made]) -> None:
@@ -339,29 +479,36 @@ def test_from_gguf(made: Callable[[str], Made], tmp_path: Path) -> None:
         assert same.tokens == one.tokens and same.drafts == one.drafts and one.drafts[1] > 0
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next"])
-def test_ranks_draft_together(case: str, made: Callable[[str], Made]) -> None:
-    folder, alone, _ = made(case)
+@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next", "eagle3"])
+def test_ranks_draft_together(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    if case == "eagle3":
+        Eagle(tmp_path)
+        folder, draft = tmp_path / "model", tmp_path / "head"
+        alone = load(folder, draft)
+    else:
+        folder, alone, _ = made(case)
+        draft = folder
 
     def run(model: Any, draft: int) -> list[Any]:
         ones = [request(model, prompt_of(seed, 9), draft, do_sample=seed == 1, seed=seed) for seed in range(2)]
         finish(model, *ones)
         return [(one.tokens, one.drafts) for one in ones]
 
-    def ranks(**more: bool) -> list[Any]:
+    def ranks(folder: Path, **more: int) -> list[Any]:
         options = ModelOptions(dtype="fp32", threads=1, tp=2)
         loaded = [load_native(folder, options, RankPlace(rank), **more) for rank in range(2)]
         names = [native.model.create_segment(20.0) for native in loaded]
         list(pool.map(lambda native: native.model.connect(names, [os.getpid()] * 2), loaded))
         for native in loaded:
             native.model.unlink()
-        return [native.model for native in loaded]
+        return loaded
 
     with ThreadPoolExecutor(2) as pool:
-        models, heads = ranks(), ranks(draft_head=True)
-        for model, head in zip(models, heads, strict=True):
-            head.borrow(model)
-            model.set_draft(head)
+        natives, heads = ranks(folder), ranks(draft, draft_head=len(alone.whole_spec.layers))
+        for native, head in zip(natives, heads, strict=True):
+            borrow(native, head, draft)
+            native.model.set_draft(head.model)
+        models = [native.model for native in natives]
         plain = list(pool.map(lambda model: run(model, 0), models))
         found = list(pool.map(lambda model: run(model, 3), models))
     assert found[0] == found[1]

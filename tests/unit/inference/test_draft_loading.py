@@ -95,8 +95,10 @@ def test_what_is_no_draft_model(target: Path, tmp_path: Path, capsys: pytest.Cap
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(empty, ModelError, "empty: not a Hugging Face model folder")
-    head = save(tmp_path / "head", architectures=["LlamaForCausalLMEagle3"])
-    refused(head, UsageError, "LlamaForCausalLMEagle3 is a head that guesses from the hidden states of its model")
+    head = save(tmp_path / "head", architectures=["LlamaForCausalLMEagle"])
+    refused(head, UsageError, "LlamaForCausalLMEagle is a head that guesses from the hidden states of its model")
+    third = save(tmp_path / "third", architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1)
+    refused(third, ModelError, "hidden states behind layers .* of a model with 2|has no tensor 'fc.weight'")
     bare = save(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     refused(bare, ModelError, "tokenizer.json: missing")

@@ -7,6 +7,7 @@ Tensors are addresses with strides, so that native code packs them without a cop
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f6
 # Types of `_llm` -> values in a block, bytes of a block.
 BLOCKS = {name: BLOCK_BYTES[name] for name in ("f32", "f16", "bf16", "f64", "q8_0", "q4_0", "q4_1")}
 
+_INTEGERS = {"I64": "q", "I32": "i"}
 _MAX_DIMENSIONS = 32  # more than any weight has, and the most that native code and numpy support
 _RELEASED_AT_ONCE = 16 << 20  # bytes; releasing memory to the system takes about a millisecond
 
@@ -191,6 +193,14 @@ class SafetensorsSource:
         strides = dense_strides(entry.shape, size)
         return TensorView(where, kind, entry.shape, strides, file.address + entry.begin, file=file)
 
+    def integers(self, name: str) -> list[int]:
+        """A vector of whole numbers."""
+        file, entry = self.entry(name)
+        if entry.dtype not in _INTEGERS or len(entry.shape) != 1:
+            raise ModelError(f"{file.path}: tensor {name!r} is {entry.dtype} of shape {entry.shape}, not whole numbers")
+        layout = f"<{entry.shape[0]}{_INTEGERS[entry.dtype]}"
+        return list(struct.unpack(layout, file.bytes(entry.begin, entry.end - entry.begin)))
+
     def release(self, name: str) -> None:
         file, entry = self.entry(name)
         file.drop(entry.begin, entry.end)
@@ -237,6 +247,13 @@ class TorchSource:
         strides = tuple(stride * size for stride in tensor.stride())
         where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"
         return TensorView(where, kind, tuple(tensor.shape), strides, tensor.data_ptr())
+
+    def integers(self, name: str) -> list[int]:
+        """A vector of whole numbers."""
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.dim() != 1 or tensor.is_floating_point():
+            raise ModelError(f"{self._where or 'the model'}: has no vector {name!r} of whole numbers")
+        return [int(each) for each in tensor.tolist()]
 
     def release(self, name: str) -> None:
         if self._release:

@@ -14,6 +14,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorSource, TensorView, folder_source
+from anyaccel.inference.families.eagle import EAGLE3, eagle3_config, is_eagle3
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.registry import encoder_of, family_of
 from anyaccel.inference.spec.decoder import DecoderSpec
@@ -33,7 +34,7 @@ class Checkpoint:
     Attributes:
         check_all_used: called with the names of the source's tensors that the model reads.
         encoder: hidden states are wanted, and what is beside the encoder is not read.
-        draft_head: the layer that drafts is wanted, not the model.
+        draft_head: of the layer that drafts, where that is wanted and not the model.
         headless: no logits are wanted, so that a head which is missing is not missed.
         rounded: what a model in memory has made of the frequencies of its rotary positions; None: they are as computed.
     """
@@ -45,7 +46,7 @@ class Checkpoint:
     rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
     encoder: bool = False
     headless: bool = False
-    draft_head: bool = False
+    draft_head: Family | None = None
 
     @property
     def family(self) -> Family:
@@ -54,13 +55,9 @@ class Checkpoint:
         Raises:
             Unsupported: it is of none that runs here.
         """
-        family = encoder_of(self.config) if self.encoder else family_of(self.config)
-        if not self.draft_head:
-            return family
-        head = family.of_draft_head(self.config)
-        if head is None:
-            raise Unsupported(f"multi-token prediction of model_type {short_repr(self.config.get('model_type'))}")
-        return head
+        if self.draft_head is not None:
+            return self.draft_head
+        return encoder_of(self.config) if self.encoder else family_of(self.config)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -114,15 +111,25 @@ def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:
         raise ModelError(f"{path}: {kind} has no head that predicts the next token, and its embedding is not one")
 
 
-def check_draft_head(path: Path, checkpoint: Checkpoint) -> None:
-    """Raise ModelError for a checkpoint without the layer that drafts."""
-    family = checkpoint.family
+def of_draft_head(path: Path, checkpoint: Checkpoint, layers: int) -> Checkpoint:
+    """The same for the layer that drafts for a model of so many layers.
+
+    Raises:
+        Unsupported: models of its family have none. ModelError: this one has none.
+    """
+    if is_eagle3(checkpoint.config):
+        config = eagle3_config(checkpoint.config, layers)
+        return replace(checkpoint, config=config, draft_head=EAGLE3, check_all_used=None)
+    family = family_of(checkpoint.config).of_draft_head(checkpoint.config)
+    if family is None:
+        raise Unsupported(f"multi-token prediction of model_type {short_repr(checkpoint.config.get('model_type'))}")
     found = family.names.parts(family.spec(checkpoint.config), "fuse")
     if not any(part.tensor in checkpoint.source for parts in found for part in parts):
         raise ModelError(
             f"{path}: the checkpoint has no weights for multi-token prediction ({found[0][0].tensor} would be one): "
             "draft with another model, or with ngram"
         )
+    return replace(checkpoint, draft_head=family, check_all_used=None)
 
 
 def find_untied_head(source: TensorSource, family: Family, spec: DecoderSpec) -> tuple[str, str] | None:

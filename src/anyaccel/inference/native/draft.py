@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.families.eagle import draft_tokens, is_eagle3
 from anyaccel.validation import read_json
 
 if TYPE_CHECKING:
+    from anyaccel import _llm
     from anyaccel.inference.native.runtime import NativeModel
 
 MTP = "mtp"  # stands for the layer of the model's own checkpoint that drafts (multi-token prediction)
@@ -30,15 +32,17 @@ class Tokenizer(Protocol):
     def decode(self, tokens: list[int], special: bool = False) -> str: ...
 
 
-def check_draft_path(path: Path) -> None:
-    """Refuse what is no model, and what is the head of one.
+def check_draft_path(path: Path) -> bool:
+    """Whether it is the head of a model that drafts here; refuse what is no model, and other heads.
 
     Raises:
         UsageError, ModelError: see `check_model_path`.
     """
+    if path.is_dir() and (path / "config.json").is_file() and is_eagle3(read_json(path / "config.json")):
+        return True
     check_model_path(path)
     if not path.is_dir():
-        return
+        return False
     config = read_json(path / "config.json")
     kinds = config.get("architectures")
     names = [*(kinds if isinstance(kinds, list) else []), config.get("model_type")]
@@ -46,8 +50,26 @@ def check_draft_path(path: Path) -> None:
     if found or "eagle_config" in config:
         raise UsageError(
             f"draft {path}: {found[0] if found else 'eagle_config'} is a head that guesses from the hidden states of "
-            "its model, which is not supported: give a model of its own"
+            "its model, of a kind that is not supported: give a model of its own, or an EAGLE-3 head"
         )
+    return False
+
+
+def borrow(native: NativeModel, draft: NativeModel, path: Path) -> None:
+    """Let a head that drafts compute with the embedding, and the head, of its model.
+
+    Raises:
+        UsageError: it is not this model's.
+    """
+    from anyaccel.inference.native.checkpoint import read_checkpoint
+
+    inputs = draft.spec.hidden_inputs
+    assert inputs is not None
+    head, model = cast("_llm.DecoderModel", draft.model), cast("_llm.DecoderModel", native.model)
+    try:
+        head.borrow(model, draft_tokens(read_checkpoint(path).source, draft.spec) if inputs.draft_vocab else [])
+    except UsageError as error:
+        raise UsageError(f"draft {path}: it is not a head of this model ({error})") from None
 
 
 def find_native(model: Any) -> NativeModel | None:

@@ -165,7 +165,7 @@ def load_native(
     config: Mapping[str, Any] | None = None,
     encoder: bool = False,
     headless: bool = False,
-    draft_head: bool = False,
+    draft_head: int = 0,
 ) -> NativeModel:
     """Make the native decoder of a model; of a model on several ranks, this rank's part.
 
@@ -178,7 +178,8 @@ def load_native(
         config: of a TensorSource or a model in memory that has none; as config.json.
         encoder: the model's encoder is wanted, which makes hidden states and predicts no token.
         headless: no logits are wanted of a decoder, which may have no head then.
-        draft_head: the layer of a checkpoint that drafts is wanted; it computes once it has borrowed the model's ends.
+        draft_head: the layer that drafts for a model of so many layers is wanted, of its checkpoint or of its own; it
+            computes once it has borrowed from the model.
 
     Raises:
         Unsupported: the native runtime lacks something that this model needs: its `feature`.
@@ -198,9 +199,9 @@ def load_native(
     entry = None
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
-            kind = [name for name, asked in kinds.items() if asked]
+            kind = {name: asked for name, asked in kinds.items() if asked}
             precision = asdict(Precision.from_options(options))
-            entry = PackedModel(path, {"precision": precision, **place.part(options), **dict.fromkeys(kind, True)})
+            entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
@@ -289,7 +290,7 @@ def open_checkpoint(
     config: Mapping[str, Any] | None = None,
     encoder: bool = False,
     headless: bool = False,
-    draft_head: bool = False,
+    draft_head: int = 0,
 ) -> Checkpoint:
     """What weights are read from: `load_native` says what the arguments are."""
     if encoder and isinstance(model, str | Path):
@@ -302,16 +303,14 @@ def open_checkpoint(
         if encoder:
             return encoder_in_memory(model)
         return checkpoint_in_memory(model, config, release=True)
-    from anyaccel.inference.native.checkpoint import check_draft_head, check_head, read_checkpoint
+    from anyaccel.inference.native.checkpoint import check_head, of_draft_head, read_checkpoint
 
     path = Path(model).expanduser()
     checkpoint = read_checkpoint(path)
     if headless:
         return replace(checkpoint, headless=True)
     if draft_head:
-        checkpoint = replace(checkpoint, draft_head=True, check_all_used=None)
-        check_draft_head(path, checkpoint)
-        return checkpoint
+        return of_draft_head(path, checkpoint, draft_head)
     given = Fields(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [check_text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):

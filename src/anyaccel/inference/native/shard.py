@@ -154,7 +154,8 @@ def slices(spec: DecoderSpec, rank: int, size: int) -> dict[str, WeightSlice]:
     """This rank's part of every native weight of the whole decoder `spec` that it has not whole, by name."""
     if size == 1:
         return {}
-    found = {name: WeightSlice((_vocabulary(spec, rank, size),)) for name in ("embed", "head", "head.bias")}
+    ends = ("embed", "head", "head.bias") if spec.hidden_inputs is None else ()  # a head that drafts has its own whole
+    found = {name: WeightSlice((_vocabulary(spec, rank, size),)) for name in ends}
     for index, layer in enumerate(spec.layers):
         for name, part in _layer_slices(layer, rank, size):
             found[f"layers.{index}.{name}"] = part

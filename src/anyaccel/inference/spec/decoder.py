@@ -98,6 +98,7 @@ class Attention:
         kv_layer: the number of the earlier layer, with as large heads, whose keys and values it sees; -1: its own.
         gated: the result is multiplied by the sigmoid of a linear of the input (Qwen3-Next).
         bidirectional: a token sees those behind it too, with a window as many as before it; of all layers (encoders).
+        fused_input: it reads the two inputs of a head that drafts side by side, see HiddenInputs.fused.
     """
 
     heads: int
@@ -124,6 +125,7 @@ class Attention:
     kv_layer: int = -1
     gated: bool = False
     bidirectional: bool = False
+    fused_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,11 @@ class HiddenInputs:
         taps: where they are taken: a number of layers, or -1 for what the last norm gives.
         own_tap: the same of the head itself.
         hidden_first: they come before the embedding.
+        reduced: a matrix makes a model's width of them first (EAGLE-3); the head's own have it already.
+        fused: a matrix makes the residual of both; otherwise attention of the first layer reads both, and the residual
+            is the hidden states (EAGLE-3).
+        normed_residual: and that behind their norm.
+        draft_vocab: rows of the head's own matrix of logits; 0: it takes the model's.
     """
 
     width: int
@@ -331,6 +338,10 @@ class HiddenInputs:
     embed_norm: Norm | None = None
     hidden_norm: Norm | None = None
     hidden_first: bool = False
+    reduced: bool = False
+    fused: bool = True
+    normed_residual: bool = False
+    draft_vocab: int = 0
 
 
 @dataclass(frozen=True)
