@@ -105,7 +105,7 @@ using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, 
 
 std::shared_ptr<DecoderModel> make_model(const nb::handle& spec, const std::vector<MatrixTuple>& matrices,
                                          const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
-                                         const std::string& cache_format, size_t cache_limit_bytes) {
+                                         const std::string& cache_format, size_t cache_limit_bytes, size_t memory) {
   std::vector<MatrixEntry> matrix_entries;
   for (const auto& [name, rows, cols, format, group, minimum, superblocks] : matrices)
     matrix_entries.push_back({name, rows, cols, read_format(format), group, minimum, superblocks});
@@ -115,7 +115,7 @@ std::shared_ptr<DecoderModel> make_model(const nb::handle& spec, const std::vect
   const CacheFormat format = read_cache_format(cache_format);
   const nb::gil_scoped_release no_gil;
   auto model = std::make_shared<DecoderModel>(std::move(decoder), matrix_entries, vector_entries, threads, format,
-                                              cache_limit_bytes);
+                                              cache_limit_bytes, memory);
   model->set_interrupt_check(check_signals);
   return model;
 }
@@ -203,7 +203,7 @@ void bind_model(nb::module_& m) {
       .def("profile", &profile, nb::arg("enabled"), no_gil);
   nb::class_<DecoderModel, Model>(m, "DecoderModel")
       .def(nb::new_(&make_model), nb::arg("spec"), nb::arg("matrices"), nb::arg("vectors"), nb::arg("threads"),
-           nb::arg("cache_format"), nb::arg("cache_limit_bytes"))
+           nb::arg("cache_format"), nb::arg("cache_limit_bytes"), nb::arg("memory") = 0)
       .def(
           "set_rows",
           [](DecoderModel& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
@@ -246,12 +246,28 @@ void bind_model(nb::module_& m) {
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
       .def(
           "read",
-          [](DecoderModel& self, int fd, int64_t offset, const nb::object& progress) {
+          [](DecoderModel& self, int fd, int64_t offset, const std::vector<uint64_t>& checksums,
+             const nb::object& progress) {
             const FileProgress report = reporter(progress);
             const nb::gil_scoped_release release;
-            return self.read(fd, offset, report);
+            return self.read(fd, offset, checksums, report);
           },
-          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
+          nb::arg("fd"), nb::arg("offset"), nb::arg("checksums"), nb::arg("progress") = nb::none())
+      .def("stream_to", &DecoderModel::stream_to, nb::arg("fd"), nb::arg("offset"), no_gil)
+      .def_prop_ro("resident_bytes", &DecoderModel::resident_bytes)
+      .def("expert_stats",
+           [](DecoderModel& self) -> std::optional<std::map<std::string, double>> {
+             const auto stats = [&] {
+               const nb::gil_scoped_release release;
+               return self.expert_stats();
+             }();
+             if (!stats) return std::nullopt;
+             return std::map<std::string, double>{
+                 {"used", static_cast<double>(stats->used)},   {"missed", static_cast<double>(stats->missed)},
+                 {"ahead", static_cast<double>(stats->ahead)}, {"ahead_used", static_cast<double>(stats->ahead_used)},
+                 {"bytes", static_cast<double>(stats->bytes)}, {"slot_bytes", static_cast<double>(stats->slot_bytes)},
+                 {"waited_seconds", stats->waited_seconds}};
+           })
       .def("finish", &DecoderModel::finish, no_gil)
       .def("borrow", &DecoderModel::borrow, nb::arg("model"), nb::arg("tokens") = std::vector<int64_t>(), no_gil)
       .def(

@@ -149,7 +149,11 @@ class DecoderModel(Model):
         threads: int,  # 0: the CPUs of this process
         cache_format: str,  # f32, bf16, i8, i4
         cache_limit_bytes: int,
+        # Bytes that weights may take, 0: all. Experts that do not fit stay in the file that they are read from.
+        memory: int = 0,
     ) -> None: ...
+    @property
+    def resident_bytes(self) -> int: ...  # of weight_bytes, those in memory
     # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
     # q8_0 q4_0 q4_1, and superblocks: q2_k q3_k q4_k q5_k q6_k iq4_xs. Strides in bytes. `order`: row i comes from
     # source row order[i].
@@ -168,10 +172,17 @@ class DecoderModel(Model):
     def set_vector(
         self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
     ) -> None: ...  # `plus` is added to each value: Gemma's 1 + weight
-    # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`. Both
-    # return a checksum of the bytes (csrc/llm/decoder/weight_file.h).
-    def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
-    def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
+    # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`.
+    # Checksums are of what every token needs, and of each expert (csrc/llm/decoder/weight_file.h); `read` says whether
+    # they are those. Where experts stay in the file, they go there as they are packed, from `stream_to` on.
+    def stream_to(self, fd: int, offset: int) -> None: ...
+    def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> list[int]: ...
+    def read(
+        self, fd: int, offset: int, checksums: Sequence[int], progress: Callable[[int], object] | None = None
+    ) -> bool: ...
+    # Of experts that stay in a file: used and missed, ahead (read) and ahead_used, bytes, slot_bytes, waited_seconds.
+    # None: all are in memory.
+    def expert_stats(self) -> dict[str, float] | None: ...
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Of a head that drafts: takes that model's embedding, and its head where it has none of its own, whose rows are of
     # these tokens.

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -131,48 +132,67 @@ void write_all(int fd, int64_t offset, const uint8_t* from, size_t bytes) {
   }
 }
 
-// Calls work(begin, length) for every chunk and combines what it returns, in the order of the chunks.
+// Calls work(begin, length) for every chunk, none of which is of two pieces, and combines what it returns of each
+// piece, in the order of the chunks.
 template <class Work>
-uint64_t in_chunks(size_t bytes, int threads, const FileProgress& progress, Work work) {
-  const size_t chunks = (bytes + kChunk - 1) / kChunk;
-  std::vector<uint64_t> sums(chunks);
+std::vector<uint64_t> in_chunks(const std::vector<size_t>& pieces, int threads, const FileProgress& progress,
+                                Work work) {
+  struct Chunk {
+    size_t begin, length;
+  };
+  std::vector<Chunk> chunks;
+  size_t bytes = 0;
+  for (const size_t piece : pieces) {
+    for (size_t at = 0; at < piece; at += kChunk) chunks.push_back({bytes + at, std::min(kChunk, piece - at)});
+    bytes += piece;
+  }
+  std::vector<uint64_t> sums(chunks.size());
   std::atomic<size_t> done{0};
   const auto caller = std::this_thread::get_id();
-  for_each_chunk(chunks, threads, [&](size_t chunk) {
-    const size_t begin = chunk * kChunk;
-    const size_t length = std::min(kChunk, bytes - begin);
-    sums[chunk] = work(begin, length);
+  for_each_chunk(chunks.size(), threads, [&](size_t i) {
+    const auto [begin, length] = chunks[i];
+    sums[i] = work(begin, length);
     const size_t so_far = done.fetch_add(length) + length;
     // The end is told below, once.
     if (progress && so_far < bytes && std::this_thread::get_id() == caller) progress(so_far);
   });
   if (progress) progress(bytes);
-  uint64_t state = bytes;
-  for (uint64_t sum : sums) state = mix(state, sum);
-  return finish(state);
+  std::vector<uint64_t> found;
+  size_t next = 0;
+  for (const size_t piece : pieces) {
+    uint64_t state = piece;
+    for (size_t at = 0; at < piece; at += kChunk) state = mix(state, sums[next++]);
+    found.push_back(finish(state));
+  }
+  return found;
 }
+
+size_t sum_of(const std::vector<size_t>& pieces) { return std::accumulate(pieces.begin(), pieces.end(), size_t{0}); }
 
 }  // namespace
 
-uint64_t write_weights(int fd, int64_t offset, const void* data, size_t bytes, int threads,
-                       const FileProgress& progress) {
+std::vector<uint64_t> write_weights(int fd, int64_t offset, const void* data, const std::vector<size_t>& pieces,
+                                    int threads, const FileProgress& progress) {
   const auto* from = static_cast<const uint8_t*>(data);
-  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+  return in_chunks(pieces, threads, progress, [&](size_t begin, size_t length) {
     const uint64_t sum = chunk_checksum(from + begin, length);
     write_all(fd, offset + static_cast<int64_t>(begin), from + begin, length);
     return sum;
   });
 }
 
-uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int threads, const FileProgress& progress) {
+std::vector<uint64_t> read_weights(int fd, int64_t offset, void* data, const std::vector<size_t>& pieces, int threads,
+                                   const FileProgress& progress) {
   auto* to = static_cast<uint8_t*>(data);
-  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+  return in_chunks(pieces, threads, progress, [&](size_t begin, size_t length) {
     read_all(fd, offset + static_cast<int64_t>(begin), to + begin, length);
     return chunk_checksum(to + begin, length);
   });
 }
 
-uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threads, const FileProgress& progress) {
+std::vector<uint64_t> map_weights(int fd, int64_t offset, void* data, const std::vector<size_t>& pieces, int threads,
+                                  const FileProgress& progress) {
+  const size_t bytes = sum_of(pieces);
   struct stat status;
   if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
   if (offset < 0 || status.st_size < offset || static_cast<uint64_t>(status.st_size - offset) < bytes)
@@ -185,7 +205,7 @@ uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threa
     munmap(pages, bytes);
     pages = MAP_FAILED;
   }
-  if (pages == MAP_FAILED) return read_weights(fd, offset, data, bytes, threads, progress);
+  if (pages == MAP_FAILED) return read_weights(fd, offset, data, pieces, threads, progress);
   // Mapped elsewhere first: a mapping that fails in the place of `data` would leave no memory there.
   if (mremap(pages, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data) == MAP_FAILED) {
     const int error = errno;
@@ -193,9 +213,9 @@ uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threa
     throw std::system_error(error, std::generic_category(), "mremap");
   }
   const auto* from = static_cast<const uint8_t*>(data);
-  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+  return in_chunks(pieces, threads, progress, [&](size_t begin, size_t length) {
 #ifdef POSIX_FADV_WILLNEED
-    if (begin % kReadAhead == 0)
+    if (begin == 0 || begin / kReadAhead != (begin + length) / kReadAhead)
       posix_fadvise(fd, offset + static_cast<int64_t>(begin), 2 * kReadAhead, POSIX_FADV_WILLNEED);
 #endif
 #ifdef MADV_POPULATE_READ
@@ -208,7 +228,8 @@ uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threa
 
 uint64_t weights_checksum(const void* data, size_t bytes) {
   const auto* from = static_cast<const uint8_t*>(data);
-  return in_chunks(bytes, 1, {}, [&](size_t begin, size_t length) { return chunk_checksum(from + begin, length); });
+  return in_chunks({bytes}, 1, {}, [&](size_t begin, size_t length) { return chunk_checksum(from + begin, length); })
+      .front();
 }
 
 }  // namespace anyaccel::llm

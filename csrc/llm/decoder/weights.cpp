@@ -16,7 +16,7 @@ namespace {
 using namespace simd;
 
 constexpr size_t kAlign = 64;
-size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+size_t padded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 float load_value(const uint8_t* at, SourceType type) {
   switch (type) {
@@ -108,8 +108,11 @@ class WeightWalk {
       norm(at + "shared_post_norm", moe.shared_post_norm, hidden_, out.shared_post_norm);
       norm(at + "experts_norm", moe.experts_norm, hidden_, out.experts_norm);
       out.experts.resize(static_cast<size_t>(experts));
-      for (int i = 0; i < experts; ++i)
+      for (int i = 0; i < experts; ++i) {
+        begin_expert();
         mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
+        end_expert();
+      }
       norm(at + "experts_post_norm", moe.post_norm, hidden_, out.experts_post_norm);
     }
     norm(at + "mlp_post_norm", spec.mlp_post_norm, hidden_, out.mlp_post_norm);
@@ -128,6 +131,9 @@ class WeightWalk {
   virtual const float* vector(const std::string& name, int64_t count) = 0;
   // Whether a matrix is there that need not be.
   virtual bool lists(const std::string& name) const = 0;
+  // Around an expert's weights.
+  virtual void begin_expert() {}
+  virtual void end_expert() {}
 
   void linear(const std::string& name, int64_t rows, int64_t cols, bool bias,
               const std::vector<LinearWeights*>& parts) {
@@ -279,7 +285,7 @@ std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden) 
 }
 
 // Checks the given lists against the walk. Runs twice: the first time it counts bytes, the second time it hands out
-// memory.
+// memory, or for experts that stay in a file their places there.
 class Weights::Builder final : WeightWalk {
  public:
   Builder(Weights& weights, const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
@@ -292,9 +298,13 @@ class Weights::Builder final : WeightWalk {
         fail("weight '" + entry.name + "' is listed twice");
   }
 
-  size_t run(uint8_t* memory) {
+  // The bytes of what every token needs, and of experts.
+  std::pair<size_t, size_t> run(uint8_t* memory, bool experts_in_file = false) {
     memory_ = memory;
-    offset_ = 0;
+    experts_in_file_ = experts_in_file;
+    front_bytes_ = padded(offset_, kExpertAlign);  // of the first run
+    offset_ = expert_offset_ = 0;
+    weights_.places_.clear();
     used_ = 0;
     LinearWeights embed, positions, token_types, layer_embed;
     before(spec_, embed, positions, token_types, weights_.relative_bias, weights_.embed_norm, layer_embed,
@@ -315,7 +325,14 @@ class Weights::Builder final : WeightWalk {
     after(spec_, weights_.head, weights_.final_norm);
     const size_t given = matrices_.size() + vectors_.size();
     if (used_ != given) unknown();
-    return offset_;
+    return {offset_, expert_offset_};
+  }
+  // Of the experts of each layer that has some, where they begin among all of them; with their number.
+  std::vector<size_t> first_experts() const {
+    std::vector<size_t> first{0};
+    for (const LayerSpec& layer : spec_.layers)
+      first.push_back(first.back() + static_cast<size_t>(layer.moe ? layer.moe->experts : 0));
+    return first;
   }
 
  private:
@@ -329,11 +346,27 @@ class Weights::Builder final : WeightWalk {
     fail("a weight is not one of this decoder");
   }
 
-  uint8_t* take(size_t bytes) {
-    uint8_t* at = memory_ == nullptr ? nullptr : memory_ + offset_;
-    if (bytes > SIZE_MAX / 2 - offset_) fail("the weights are larger than memory can be");
-    offset_ += aligned(bytes);
+  uint8_t* take(size_t bytes) { return take(bytes, offset_, 0); }
+
+  // From a region that begins at `first`, of which `used` bytes are taken.
+  uint8_t* take(size_t bytes, size_t& used, size_t first) {
+    uint8_t* at = memory_ == nullptr ? nullptr : memory_ + first + used;
+    if (bytes > SIZE_MAX / 4 - used) fail("the weights are larger than memory can be");
+    used += padded(bytes, kAlign);
     return at;
+  }
+
+  void begin_expert() override {
+    in_expert_ = true;
+    if (memory_ != nullptr) weights_.places_.push_back({front_bytes_ + expert_offset_, 0, {}, 0});
+  }
+
+  void end_expert() override {
+    in_expert_ = false;
+    expert_offset_ = padded(expert_offset_, kExpertAlign);
+    if (memory_ == nullptr) return;
+    ExpertPlace& place = weights_.places_.back();
+    place.bytes = front_bytes_ + expert_offset_ - place.offset;
   }
 
   void matrices(const std::string& name, int64_t rows, int64_t cols,
@@ -357,9 +390,18 @@ class Weights::Builder final : WeightWalk {
     slot.rows = rows;
     slot.cols = cols;
     slot.missing = rows;
+    if (in_expert_) slot.expert = static_cast<int64_t>(weights_.places_.size()) - 1;
     for (LinearWeights* part : parts) {
-      uint8_t* at = take(shape.bytes());
+      const size_t before = front_bytes_ + expert_offset_;
+      uint8_t* at = in_expert_ ? take(shape.bytes(), expert_offset_, front_bytes_) : take(shape.bytes());
       if (memory_ == nullptr) continue;
+      if (in_expert_) {
+        ExpertPlace& place = weights_.places_.back();
+        const size_t offset = before - place.offset;
+        place.parts[place.count++] = {&part->w, offset};
+        // Where experts stay in a file they are made in one place, one after the other; ExpertCache knows where.
+        if (experts_in_file_) at = memory_ + offset;
+      }
       part->w = Matrix(shape, weights_.memory_, at);
       slot.parts.push_back(part->w);
     }
@@ -395,16 +437,100 @@ class Weights::Builder final : WeightWalk {
   std::unordered_map<std::string, const VectorEntry*> vectors_;
   std::unordered_map<std::string, bool> wanted_;
   uint8_t* memory_ = nullptr;
-  size_t offset_ = 0;
+  bool experts_in_file_ = false, in_expert_ = false;
+  size_t offset_ = 0, expert_offset_ = 0, front_bytes_ = 0;
   size_t used_ = 0;
 };
 
 Weights::Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
-                 const std::vector<VectorEntry>& vectors) {
+                 const std::vector<VectorEntry>& vectors, size_t memory) {
   Builder builder(*this, spec, matrices, vectors);
-  bytes_ = builder.run(nullptr);
-  memory_ = allocate_weights(bytes_);
-  builder.run(data());
+  const auto [front, of_experts] = builder.run(nullptr);
+  const size_t front_bytes = of_experts > 0 ? padded(front, kExpertAlign) : front;
+  bytes_ = front_bytes + of_experts;
+  const bool experts_in_file = memory > 0 && bytes_ > memory;
+  memory_ = allocate_weights(experts_in_file ? front_bytes : bytes_);
+  builder.run(static_cast<uint8_t*>(memory_.get()), experts_in_file);
+  if (!experts_in_file) return;
+  const std::vector<size_t> first = builder.first_experts();
+  size_t most = 0;
+  for (size_t i = 1; i < first.size(); ++i) most = std::max(most, first[i] - first[i - 1]);
+  const size_t slot = std::max<size_t>(ExpertCache::slot_bytes(places_), 1);
+  const size_t slots = memory > front_bytes ? (memory - front_bytes) / slot : 0;
+  if (places_.empty())
+    throw UsageError("the weights take " + std::to_string(bytes_) + " bytes, more than the " + std::to_string(memory) +
+                     " that they may take, and every token needs all of them: only experts can stay in a file");
+  if (slots < most)
+    throw UsageError("the weights may take " + std::to_string(memory) + " bytes; what every token needs takes " +
+                     std::to_string(front_bytes) + " of them, and the experts of one layer " +
+                     std::to_string(most * slot) + ": allow " + std::to_string(front_bytes + most * slot) +
+                     " bytes or more");
+  experts = std::make_unique<ExpertCache>(places_, first, std::min(slots, places_.size()));
+  for (auto& [name, each] : slots_) {
+    if (each.expert < 0) continue;
+    for (Matrix& part : each.parts) {
+      const auto offset = static_cast<size_t>(part.block(0) - static_cast<uint8_t*>(memory_.get()));
+      part = Matrix(part.shape(), experts->memory(), experts->first_slot() + offset);
+    }
+  }
+}
+
+std::vector<size_t> Weights::pieces() const {
+  std::vector<size_t> found{bytes_ - expert_bytes()};
+  for (const ExpertPlace& place : places_) found.push_back(place.bytes);
+  return found;
+}
+
+void Weights::stream_to(int fd, int64_t offset) {
+  if (experts == nullptr) throw UsageError("all weights are in memory: write() them");
+  stream_ = fd;
+  stream_offset_ = offset;
+  streamed_.assign(places_.size(), 0);
+}
+
+// Sees to it that an expert is complete, and in the file, before the next one takes its place.
+void Weights::begin_rows(const Slot& slot) {
+  if (experts == nullptr || slot.expert < 0 || slot.expert == making_) return;
+  if (stream_ < 0) throw UsageError("the experts stay in a file: stream_to() comes first");
+  if (making_ >= 0)
+    throw UsageError("expert " + std::to_string(making_) + " is not complete, and another one is begun");
+  making_ = slot.expert;
+  lacking_ = 0;
+  const ExpertPlace& place = places_[static_cast<size_t>(making_)];
+  for (int i = 0; i < place.count; ++i) lacking_ += place.parts[i].matrix->shape().rows;
+}
+
+void Weights::end_rows(const Slot& slot, int64_t marked) {
+  if (experts == nullptr || slot.expert < 0) return;
+  lacking_ -= marked;
+  if (lacking_ > 0) return;
+  const ExpertPlace& place = places_[static_cast<size_t>(making_)];
+  streamed_[static_cast<size_t>(making_)] = write_weights(stream_, stream_offset_ + static_cast<int64_t>(place.offset),
+                                                          experts->first_slot(), {place.bytes}, 1)
+                                                .front();
+  experts->clear_packed(static_cast<size_t>(making_));
+  making_ = -1;
+}
+
+std::vector<uint64_t> Weights::write(int fd, int64_t offset, int threads, const FileProgress& progress) {
+  if (experts == nullptr) return write_weights(fd, offset, memory_.get(), pieces(), threads, progress);
+  if (stream_ != fd || stream_offset_ != offset || making_ >= 0)
+    throw UsageError("the experts are not in this file: stream_to() comes before the first weight");
+  std::vector<uint64_t> found = write_weights(fd, offset, memory_.get(), {pieces().front()}, threads, progress);
+  found.insert(found.end(), streamed_.begin(), streamed_.end());
+  return found;
+}
+
+bool Weights::read(int fd, int64_t offset, const std::vector<uint64_t>& checksums, int threads,
+                   const FileProgress& progress) {
+  std::vector<size_t> wanted = pieces();
+  if (checksums.size() != wanted.size()) return false;
+  if (experts != nullptr) wanted.resize(1);
+  const std::vector<uint64_t> found = map_weights(fd, offset, memory_.get(), wanted, threads, progress);
+  if (!std::equal(found.begin(), found.end(), checksums.begin())) return false;
+  if (experts != nullptr) experts->open(fd, offset, {checksums.begin() + 1, checksums.end()});
+  for (auto& [name, slot] : slots_) slot.missing = 0;
+  return true;
 }
 
 Weights::Slot& Weights::find(const std::string& name, bool matrix, int64_t first, int64_t count) {
@@ -420,12 +546,13 @@ Weights::Slot& Weights::find(const std::string& name, bool matrix, int64_t first
 }
 
 void Weights::mark(Slot& slot, int64_t first, int64_t count) {
-  if (slot.missing == 0) return;
+  const int64_t missing = slot.missing;
   for (int64_t row = first; row < first + count; ++row) {
     if (slot.set[static_cast<size_t>(row)]) continue;
     slot.set[static_cast<size_t>(row)] = true;
     --slot.missing;
   }
+  end_rows(slot, missing - slot.missing);
 }
 
 // Calls fn(part, its first row, begin, end) on all threads, each with rows of its own of what is given: whole blocks,
@@ -433,6 +560,7 @@ void Weights::mark(Slot& slot, int64_t first, int64_t count) {
 template <class Fn>
 void Weights::for_rows(Team& team, Slot& slot, int64_t first, int64_t count, const Fn& fn) {
   const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
+  begin_rows(slot);
   std::mutex mutex;
   std::exception_ptr failure;
   team.run([&](int thread) {
@@ -487,10 +615,6 @@ void Weights::set_vector(const std::string& name, int64_t first, int64_t count, 
   const auto* at = static_cast<const uint8_t*>(values);
   for (int64_t i = 0; i < count; ++i) slot.vector[first + i] = load_value(at + i * stride, type) + plus;
   mark(slot, first, count);
-}
-
-void Weights::set_all() {
-  for (auto& [name, slot] : slots_) slot.missing = 0;
 }
 
 void Weights::finish() {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A decoder's weights: one block of memory with every packed matrix and every vector, by name.
+// A decoder's weights: one block with every packed matrix and every vector, by name. In front is what every token
+// needs, behind it the matrices of experts, expert by expert, which may stay in a file (ExpertCache).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,9 @@
 #include <vector>
 
 #include "common/team.h"
+#include "llm/decoder/expert_cache.h"
 #include "llm/decoder/spec.h"
+#include "llm/decoder/weight_file.h"
 #include "llm/kernels/ops.h"
 #include "llm/pack/matrix.h"
 
@@ -90,11 +93,24 @@ struct LayerWeights {
 
 class Weights {
  public:
-  // Throws UsageError when the lists are not what `spec` needs (outer_weights() and layer_weights()), std::bad_alloc.
-  Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors);
+  // `memory`: bytes that the weights may take; 0: all. Experts that do not fit stay in a file. Throws UsageError when
+  // the lists are not what `spec` needs (outer_weights() and layer_weights()), or the rest does not fit either,
+  // std::bad_alloc.
+  Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
+          size_t memory = 0);
 
   size_t bytes() const { return bytes_; }
-  uint8_t* data() { return static_cast<uint8_t*>(memory_.get()); }
+  // Those in memory.
+  size_t resident_bytes() const { return experts == nullptr ? bytes_ : bytes_ - expert_bytes() + experts->bytes(); }
+
+  // --- through a file, in the order of pieces(): what is in front, then each expert; see weight_file.h
+  // Before the first weight is set, where experts stay in a file: each goes there once it is complete.
+  void stream_to(int fd, int64_t offset);
+  // What has gone there already is not written again. Returns the checksum of each piece.
+  std::vector<uint64_t> write(int fd, int64_t offset, int threads, const FileProgress& progress);
+  // Whether what is read has these checksums; experts that stay in the file are checked when they are read. After it
+  // every weight is set.
+  bool read(int fd, int64_t offset, const std::vector<uint64_t>& checksums, int threads, const FileProgress& progress);
 
   // See Matrix. Divided among the team. Throw UsageError (unknown name, rows outside), std::invalid_argument.
   void set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
@@ -103,8 +119,6 @@ class Weights {
                           const float* scales, const float* minima);
   void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
                   int64_t stride, float plus);
-  // Marks every weight as set, after all of them were read from a file.
-  void set_all();
   // Throws ModelError when something was not set.
   void finish();
 
@@ -129,6 +143,7 @@ class Weights {
   Norm embed_norm, final_norm;
   std::vector<int32_t> head_tokens;  // that the rows of a head stand for, where it has not all of them
   std::vector<LayerWeights> layers;
+  std::unique_ptr<ExpertCache> experts;  // null: all are in memory
 
  private:
   struct Slot {
@@ -138,19 +153,32 @@ class Weights {
     int64_t cols = 0;
     std::vector<bool> set;  // by row; empty when all are
     int64_t missing;
+    int64_t expert = -1;  // whose matrix it is
   };
   class Builder;
+
+  size_t expert_bytes() const { return places_.empty() ? 0 : bytes_ - places_.front().offset; }
+  std::vector<size_t> pieces() const;
+  void begin_rows(const Slot& slot);
+  void end_rows(const Slot& slot, int64_t marked);
 
   static void order_taps(LayerWeights& layer);
   static void order_rates(LayerWeights& layer);
   Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
-  static void mark(Slot& slot, int64_t first, int64_t count);
+  void mark(Slot& slot, int64_t first, int64_t count);
   template <class Fn>
   void for_rows(Team& team, Slot& slot, int64_t first, int64_t count, const Fn& fn);
 
   size_t bytes_ = 0;
   std::shared_ptr<void> memory_;
+  std::vector<ExpertPlace> places_;  // of all layers' experts
   std::unordered_map<std::string, Slot> slots_;
+  // While experts go to a file: which, the one in the making, how many rows it lacks, and what is known of those
+  // before.
+  int stream_ = -1;
+  int64_t stream_offset_ = 0;
+  int64_t making_ = -1, lacking_ = 0;
+  std::vector<uint64_t> streamed_;
   bool finished_ = false;
 };
 

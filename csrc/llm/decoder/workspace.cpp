@@ -145,7 +145,11 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   for (const LayerSpec& layer : spec.layers) {
     if (!layer.moe) continue;
     next.routing.reserve(wanted, *layer.moe);
-    for (Own& one : next.own) one.routing.reserve(wanted, *layer.moe);
+    for (Own& one : next.own) {
+      one.routing.reserve(wanted, *layer.moe);
+      one.likely.reserve(kGemvTokens, *layer.moe);
+      one.late.reserve(static_cast<size_t>(layer.moe->experts));
+    }
   }
   next.tokens = wanted;
   *this = std::move(next);

@@ -113,6 +113,9 @@ struct Workspace {
     Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
     Inputs inputs;
     Routing routing;
+    // Where experts stay in a file: what a later layer's router may say, and experts that are not there yet.
+    Routing likely;
+    std::vector<int32_t> late;
   };
 
   Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;

@@ -78,6 +78,11 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
     add_mlp(layer.shared);
     for (const MlpWeights& expert : layer.experts) add_mlp(expert);
   }
+  next_experts_.resize(spec.layers.size());
+  for (size_t i = spec.layers.size(); i-- > 1;) next_experts_[i - 1] = spec.layers[i].moe ? i : next_experts_[i];
+  for (const LayerSpec& layer : spec.layers)
+    if (weights.experts != nullptr && layer.moe)
+      likely_logits_.resize(std::max(likely_logits_.size(), static_cast<size_t>(padded_stride(layer.moe->experts))));
   for (const RopeSpec& rope : spec.ropes) ropes_.emplace_back(rope);
   rotations_.resize(spec.ropes.size());
   int with_attention = 0;
@@ -195,6 +200,7 @@ void Forward::run_all(const StepTokens& step) {
     step_thread.run();
     if (thread == 0) turn_ = step_thread.turn();  // the barriers of the run come after all threads have read it
   });
+  if (weights_.experts != nullptr && !failure_) failure_ = weights_.experts->take_failure();
   if (failure_) {
     const std::exception_ptr failure = failure_;
     failure_ = nullptr;

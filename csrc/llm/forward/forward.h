@@ -120,6 +120,8 @@ class Forward {
   std::vector<int64_t> positions_;                // of each token
   std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
   std::vector<Span> spans_;                       // where there are recurrent mixers
+  std::vector<size_t> next_experts_;              // of each layer, the next layer with experts; 0: none
+  std::vector<float> likely_logits_;              // where experts stay in a file: of a later layer's router
   unsigned turn_ = 0;                             // of the ranks' slots, from run to run
   std::exception_ptr failure_;                    // of an exchange
 };

@@ -86,57 +86,60 @@ void sparsemixer(const MoeSpec& moe, float* logits, int32_t* chosen, float* weig
 // GptOssTopKRouter and others.
 void StepThread::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
   const int64_t stride = padded_stride(forward_.widths_.router);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t)
+    choose(moe, weights, shared_.router.get() + t * stride, routing.chosen.data() + t * moe.top_k,
+           routing.weights.data() + t * moe.top_k);
+}
+
+void StepThread::choose(const MoeSpec& moe, const LayerWeights& weights, const float* logits, int32_t* chosen,
+                        float* weight) noexcept {
   const int experts = moe.experts, members = experts / moe.groups;
   float* scores = own_.routing.scores.data();
   float* choice = scores + experts;  // what experts are chosen by
   float* groups = choice + experts;
   constexpr float kOut = -std::numeric_limits<float>::infinity();
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
-    std::memcpy(scores, shared_.router.get() + t * stride, static_cast<size_t>(experts) * sizeof(float));
-    if (moe.logit_scale != 1.0f) scale(scores, moe.logit_scale, experts);
-    if (moe.scoring == MoeSpec::Scoring::sparsemixer) {
-      sparsemixer(moe, scores, routing.chosen.data() + t * moe.top_k, routing.weights.data() + t * moe.top_k);
-      continue;
-    }
-    if (moe.scoring == MoeSpec::Scoring::softmax) softmax(scores, experts);
-    if (moe.scoring == MoeSpec::Scoring::sigmoid)
-      for (int e = 0; e < experts; ++e) scores[e] = sigmoid(scores[e]);
-    for (int e = 0; e < experts; ++e)
-      choice[e] = scores[e] + (weights.choice_bias == nullptr ? 0.0f : weights.choice_bias[e]);
-    if (moe.top_groups < moe.groups) {
-      for (int g = 0; g < moe.groups; ++g) {
-        float first = kOut, second = kOut;
-        for (int e = g * members; e < (g + 1) * members; ++e) {
-          second = std::max(second, std::min(first, choice[e]));
-          first = std::max(first, choice[e]);
-        }
-        groups[g] = moe.group_score == MoeSpec::GroupScore::max || members == 1 ? first : first + second;
-      }
-      for (int g = 0; g < moe.groups; ++g) {
-        int better = 0;
-        for (int other = 0; other < moe.groups; ++other)
-          better += groups[other] > groups[g] || (groups[other] == groups[g] && other < g) ? 1 : 0;
-        if (better >= moe.top_groups) std::fill(choice + g * members, choice + (g + 1) * members, kOut);
-      }
-    }
-    int32_t* chosen = routing.chosen.data() + t * moe.top_k;
-    float* weight = routing.weights.data() + t * moe.top_k;
-    for (int k = 0; k < moe.top_k; ++k) {
-      int best = -1;  // the first one at least, so that there is one even if all are NaN
-      for (int e = 0; e < experts; ++e) {
-        if (std::find(chosen, chosen + k, e) != chosen + k) continue;
-        if (best < 0 || choice[e] > choice[best]) best = e;
-      }
-      chosen[k] = best;
-      weight[k] = scores[best];
-    }
-    if (moe.softmax_after) softmax(weight, moe.top_k);
-    float sum = 0;
-    for (int k = 0; k < moe.top_k; ++k) sum += weight[k];
-    const float factor = moe.normalise ? moe.scale / (sum + 1e-20f) : moe.scale;
-    for (int k = 0; k < moe.top_k; ++k)
-      weight[k] *= weights.expert_scale == nullptr ? factor : factor * weights.expert_scale[chosen[k]];
+  std::memcpy(scores, logits, static_cast<size_t>(experts) * sizeof(float));
+  if (moe.logit_scale != 1.0f) scale(scores, moe.logit_scale, experts);
+  if (moe.scoring == MoeSpec::Scoring::sparsemixer) {
+    sparsemixer(moe, scores, chosen, weight);
+    return;
   }
+  if (moe.scoring == MoeSpec::Scoring::softmax) softmax(scores, experts);
+  if (moe.scoring == MoeSpec::Scoring::sigmoid)
+    for (int e = 0; e < experts; ++e) scores[e] = sigmoid(scores[e]);
+  for (int e = 0; e < experts; ++e)
+    choice[e] = scores[e] + (weights.choice_bias == nullptr ? 0.0f : weights.choice_bias[e]);
+  if (moe.top_groups < moe.groups) {
+    for (int g = 0; g < moe.groups; ++g) {
+      float first = kOut, second = kOut;
+      for (int e = g * members; e < (g + 1) * members; ++e) {
+        second = std::max(second, std::min(first, choice[e]));
+        first = std::max(first, choice[e]);
+      }
+      groups[g] = moe.group_score == MoeSpec::GroupScore::max || members == 1 ? first : first + second;
+    }
+    for (int g = 0; g < moe.groups; ++g) {
+      int better = 0;
+      for (int other = 0; other < moe.groups; ++other)
+        better += groups[other] > groups[g] || (groups[other] == groups[g] && other < g) ? 1 : 0;
+      if (better >= moe.top_groups) std::fill(choice + g * members, choice + (g + 1) * members, kOut);
+    }
+  }
+  for (int k = 0; k < moe.top_k; ++k) {
+    int best = -1;  // the first one at least, so that there is one even if all are NaN
+    for (int e = 0; e < experts; ++e) {
+      if (std::find(chosen, chosen + k, e) != chosen + k) continue;
+      if (best < 0 || choice[e] > choice[best]) best = e;
+    }
+    chosen[k] = best;
+    weight[k] = scores[best];
+  }
+  if (moe.softmax_after) softmax(weight, moe.top_k);
+  float sum = 0;
+  for (int k = 0; k < moe.top_k; ++k) sum += weight[k];
+  const float factor = moe.normalise ? moe.scale / (sum + 1e-20f) : moe.scale;
+  for (int k = 0; k < moe.top_k; ++k)
+    weight[k] *= weights.expert_scale == nullptr ? factor : factor * weights.expert_scale[chosen[k]];
 }
 
 void Routing::sort(int64_t tokens, const MoeSpec& moe) noexcept {
@@ -178,9 +181,42 @@ void StepThread::experts(size_t index, float* delta) noexcept {
     multiply_into(weights.shared_gate, input(weights.shared_gate.w.shape(), x_, hidden_stride_, tokens_),
                   router + moe.experts, stride);
   if (small_)
-    experts_small(moe, weights, delta);
+    experts_small(index, delta);
   else
-    experts_large(moe, weights, delta);
+    experts_large(index, delta);
+}
+
+void StepThread::fetch_experts(size_t index, const Routing& routing) noexcept {
+  if (weights_.experts == nullptr) return;
+  if (thread_ == 0) weights_.experts->need(index, routing.begin.data());
+  barrier(Work::route);
+  if (thread_ == 0 && small_) read_ahead(index);
+}
+
+// What a layer adds to the residual is small beside it, so that the next layer's router says much the same of the
+// residual before. The disk then has work while this layer is computed.
+void StepThread::read_ahead(size_t index) noexcept {
+  const size_t next = forward_.next_experts_[index];
+  if (next == 0) return;
+  const MoeSpec& moe = *spec_.layers[next].moe;
+  const LayerWeights& weights = weights_.layers[next];
+  const Norm& norm_of_router = moe.router_norm               ? weights.router_norm
+                               : spec_.layers[next].parallel ? weights.attn_norm
+                                                             : weights.mlp_norm;
+  Routing& routing = own_.likely;
+  float* row = own_.row.get();
+  float* logits = forward_.likely_logits_.data();
+  const LinearWeights& router = weights.router;
+  for (int64_t t = 0; t < tokens_; ++t) {
+    norm(norm_of_router, residual_ + t * hidden_stride_, spec_.hidden, row);
+    fresh();
+    const Input& in = input(router.w.shape(), row, hidden_stride_, 1);
+    multiply(router.w, in, Output{logits, static_cast<int64_t>(forward_.likely_logits_.size()), router.bias}, 0, 1);
+    choose(moe, weights, logits, routing.chosen.data() + t * moe.top_k, routing.weights.data() + t * moe.top_k);
+  }
+  fresh();
+  weights_.experts->read_ahead(next, routing.chosen.data(), tokens_, moe.top_k);
+  mark(Work::route);
 }
 
 // All chosen experts in two phases: every thread a part of the rows of each, so that each weight is read once.
@@ -193,7 +229,9 @@ const float* StepThread::experts_input(const MoeSpec& moe, const LayerWeights& w
   return second;
 }
 
-void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+void StepThread::experts_small(size_t index, float* delta) noexcept {
+  const MoeSpec& moe = *spec_.layers[index].moe;
+  const LayerWeights& weights = weights_.layers[index];
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   const int64_t shared_row = tokens_ * moe.top_k;  // the shared expert's first row, behind the others
@@ -210,18 +248,37 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
   route(moe, weights, {0, tokens_}, routing);
   routing.sort(tokens_, moe);
   mark(Work::route);
+  fetch_experts(index, routing);
   const auto each = [&](auto body) {
     for (int e = 0; e < moe.experts; ++e) {
       const int64_t begin = routing.begin[static_cast<size_t>(e)], end = routing.begin[static_cast<size_t>(e) + 1];
       if (end > begin) body(weights.experts[static_cast<size_t>(e)], begin, end - begin);
     }
   };
-  each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
+  const auto features = [&](const MlpWeights& expert, int64_t begin, int64_t count) {
     if (tokens_ > 1) fresh();
     const Input& in = input(expert.gate.w.shape(), x, hidden_stride_, count, routing.rows.data() + begin);
     gate_up(expert, &in, count, at(gate, begin), at(up, begin),
             moe.scale_input ? routing.row_weights.data() + begin : nullptr);
-  });
+  };
+  ExpertCache* cache = weights_.experts.get();
+  if (cache == nullptr) {
+    each(features);
+  } else {
+    // Those that are being read come last. The order does not change the result: each has features of its own.
+    auto& late = own_.late;
+    late.clear();
+    each([&](const MlpWeights& expert, int64_t begin, int64_t count) {
+      const auto e = static_cast<size_t>(&expert - weights.experts.data());
+      if (!cache->is_ready(index, e)) return late.push_back(static_cast<int32_t>(e));
+      features(expert, begin, count);
+    });
+    for (const int32_t each_late : late) {
+      const auto e = static_cast<size_t>(each_late);
+      cache->wait(index, e, thread_ == 0);
+      features(weights.experts[e], routing.begin[e], routing.begin[e + 1] - routing.begin[e]);
+    }
+  }
   barrier(Work::gate_up);
   const Range own = rows_of(Shape{Format::f32, spec_.hidden, 1});
   const size_t own_bytes = static_cast<size_t>(own.end - own.begin) * sizeof(float);
@@ -252,7 +309,9 @@ void StepThread::experts_small(const MoeSpec& moe, const LayerWeights& weights, 
 }
 
 // One expert after the other, all threads together.
-void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept {
+void StepThread::experts_large(size_t index, float* delta) noexcept {
+  const MoeSpec& moe = *spec_.layers[index].moe;
+  const LayerWeights& weights = weights_.layers[index];
   const Range own = part_of(tokens_, thread_, threads_);
   Routing& routing = shared_.routing;
   barrier(Work::route);
@@ -267,6 +326,7 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
   }
   const float* x = experts_input(moe, weights);
   barrier(Work::route);
+  fetch_experts(index, routing);
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   float* out = shared_.expert_out.get();
@@ -288,6 +348,7 @@ void StepThread::experts_large(const MoeSpec& moe, const LayerWeights& weights, 
     const auto begin = static_cast<size_t>(routing.begin[static_cast<size_t>(e)]);
     const int64_t count = routing.begin[static_cast<size_t>(e) + 1] - static_cast<int64_t>(begin);
     if (count == 0) continue;
+    if (weights_.experts != nullptr) weights_.experts->wait(index, static_cast<size_t>(e), thread_ == 0);
     whole(
         weights.experts[static_cast<size_t>(e)], x, delta, count, routing.rows.data() + begin,
         moe.scale_input ? routing.row_weights.data() + begin : nullptr,

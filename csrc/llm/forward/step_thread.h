@@ -78,14 +78,19 @@ class StepThread {
                     const float* scales) const noexcept;
   void mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept;
   void experts(size_t index, float* delta) noexcept;
-  void experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
-  void experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  void experts_small(size_t index, float* delta) noexcept;
+  void experts_large(size_t index, float* delta) noexcept;
   // What the experts read: x, or a norm of their own, which takes the place of the router's.
   const float* experts_input(const MoeSpec& moe, const LayerWeights& weights) noexcept;
   // Adds what experts and shared MLP gave, each normed, to the residual.
   void add_normed(const LayerWeights& weights, float scale) noexcept;
-  // Which experts the tokens go to.
+  // Which experts the tokens go to; and a token of which the router has said `logits`.
   void route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept;
+  void choose(const MoeSpec& moe, const LayerWeights& weights, const float* logits, int32_t* chosen,
+              float* weight) noexcept;
+  // Where experts stay in a file: sees to those that this run needs, and those that the next layer probably does.
+  void fetch_experts(size_t index, const Routing& routing) noexcept;
+  void read_ahead(size_t index) noexcept;
   float shared_weight(const MoeSpec& moe, int64_t t) const noexcept;
 
   // --- common

@@ -60,10 +60,10 @@ uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_flo
 
 DecoderModel::DecoderModel(DecoderSpec spec, const std::vector<MatrixEntry>& matrices,
                            const std::vector<VectorEntry>& vectors, int threads, CacheFormat cache_format,
-                           size_t cache_limit_bytes)
+                           size_t cache_limit_bytes, size_t memory)
     : Model(checked(std::move(spec))),
       team_(threads),
-      weights_(spec_, matrices, vectors),
+      weights_(spec_, matrices, vectors, memory),
       cache_(cache_shapes(spec_), cache_format, cache_limit_bytes > 0 ? cache_limit_bytes : SIZE_MAX / 2,
              StateLayout(spec_).floats),
       forward_(spec_, weights_, cache_, team_, profile_) {}
@@ -90,22 +90,31 @@ void DecoderModel::set_vector(const std::string& name, int64_t first, int64_t co
   weights_.set_vector(name, first, count, data, type, stride, plus);
 }
 
-uint64_t DecoderModel::write(int fd, int64_t offset, const FileProgress& progress) {
+void DecoderModel::stream_to(int fd, int64_t offset) {
+  const auto held = lock();
+  weights_.stream_to(fd, offset);
+}
+
+std::vector<uint64_t> DecoderModel::write(int fd, int64_t offset, const FileProgress& progress) {
   auto held = lock();
   int threads = team_.size();
   if (finished_) {  // they do not change any more: steps go on meanwhile, beside one thread that writes
     held.unlock();
     threads = 1;
   }
-  return write_weights(fd, offset, weights_.data(), weights_.bytes(), threads, progress);
+  return weights_.write(fd, offset, threads, progress);
 }
 
-uint64_t DecoderModel::read(int fd, int64_t offset, const FileProgress& progress) {
+bool DecoderModel::read(int fd, int64_t offset, const std::vector<uint64_t>& checksums, const FileProgress& progress) {
   const auto held = lock();
   if (finished_) throw UsageError("weights are read before finish()");
-  const uint64_t checksum = map_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
-  weights_.set_all();
-  return checksum;
+  return weights_.read(fd, offset, checksums, team_.size(), progress);
+}
+
+std::optional<ExpertCache::Stats> DecoderModel::expert_stats() {
+  const auto held = lock();
+  if (weights_.experts == nullptr) return std::nullopt;
+  return weights_.experts->stats();
 }
 
 void DecoderModel::finish() {
@@ -214,6 +223,8 @@ void DecoderModel::check_ready() const {
   if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
   if (spec_.hidden_inputs && weights_.embed.empty())
     throw UsageError("a head that drafts takes the embedding of its model: borrow() comes first");
+  if (weights_.experts != nullptr && !weights_.experts->is_open())
+    throw UsageError("the model's experts are in a file: read() comes first");
   if ((spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected())) ||
       (spec_.stages > 1 && (stages_ == nullptr || !stages_->connected())))
     throw UsageError("rank " + std::to_string(spec_.stage * spec_.size + spec_.rank) + " of " +

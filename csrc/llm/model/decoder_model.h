@@ -3,12 +3,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/team.h"
 #include "llm/attention/attention.h"
-#include "llm/decoder/weight_file.h"
 #include "llm/decoder/weights.h"
 #include "llm/forward/forward.h"
 #include "llm/model/model.h"
@@ -18,9 +18,10 @@ namespace anyaccel::llm {
 
 class DecoderModel final : public Model {
  public:
-  // `threads`: 0 for as many as this process may use CPUs. Throws UsageError, std::bad_alloc, std::system_error.
+  // `threads`: 0 for as many as this process may use CPUs. `memory`: see Weights. Throws UsageError, std::bad_alloc,
+  // std::system_error.
   DecoderModel(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
-               int threads, CacheFormat cache_format, size_t cache_limit_bytes);
+               int threads, CacheFormat cache_format, size_t cache_limit_bytes, size_t memory = 0);
   ~DecoderModel() override;
 
   size_t weight_bytes() const override { return weights_.bytes(); }
@@ -32,9 +33,12 @@ class DecoderModel final : public Model {
                           const float* minima);
   void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
                   int64_t stride, float plus);
-  // See weight_file.h.
-  uint64_t write(int fd, int64_t offset, const FileProgress& progress);
-  uint64_t read(int fd, int64_t offset, const FileProgress& progress);
+  void stream_to(int fd, int64_t offset);
+  std::vector<uint64_t> write(int fd, int64_t offset, const FileProgress& progress);
+  bool read(int fd, int64_t offset, const std::vector<uint64_t>& checksums, const FileProgress& progress);
+  // Of experts that stay in a file; nothing where all are in memory.
+  std::optional<ExpertCache::Stats> expert_stats();
+  size_t resident_bytes() const { return weights_.resident_bytes(); }
   // After the last weight. Throws ModelError.
   void finish();
   // Of a head that drafts for `model`: it takes that one's embedding, and its head where it has none itself. `tokens`:

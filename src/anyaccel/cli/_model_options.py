@@ -72,6 +72,18 @@ def add_model_options(parser: Parser) -> None:
     )
 
 
+def add_memory_option(parser: Parser) -> None:
+    """Add the option that bounds a model's memory."""
+    parser.add_argument(
+        "--memory",
+        type=int,
+        default=0,
+        metavar="N",
+        help="bytes that weights and key/value cache may take; experts that do not fit stay on the disk and are read "
+        "when they are needed (native runtime; default: 0, no bound)",
+    )
+
+
 def add_tp_option(parser: Parser) -> None:
     """Add the options that divide the model among workers."""
     parser.add_argument(

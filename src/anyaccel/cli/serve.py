@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -94,7 +95,8 @@ def build_parser() -> Parser:
         type=int,
         default=0,
         metavar="N",
-        help="bytes that all loaded models may take; those unused for longest are unloaded (default: the free memory)",
+        help="bytes that all loaded models may take; those unused for longest are unloaded, and of a model that is too "
+        "large experts stay on the disk (default: the free memory)",
     )
     add(
         "--idle-seconds",
@@ -296,6 +298,7 @@ def _open_models(
     options: argparse.Namespace, choices: Sequence[_Choice], screen: Screen, importing: BackgroundTask
 ) -> Models:
     """The models of the server, of which the first is loaded."""
+    from anyaccel.inference.native.checkpoint import has_experts
     from anyaccel.serve.engine.opening import free_memory
 
     several = len(choices) != 1 or options.models_dir is not None or options.memory or options.idle_seconds
@@ -321,6 +324,8 @@ def _open_models(
                 size=size_of(choice.path),
                 load=load if several else None,
                 frontend=frontend,
+                # So that it shrinks to what it may take.
+                has_experts=functools.partial(has_experts, choice.path) if options.memory else None,
             )
 
         def found() -> Iterator[ServedModel]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.checkpoints.identity import size_of
 from anyaccel.inference.native.draft import (
     MTP,
     TextBridge,
@@ -61,6 +62,8 @@ def open_model(model: Any, options: ModelOptions, place: RankPlace, callbacks: C
         ModelError: the model or its draft model cannot be read.
     """
     runtime = choose_runtime(options, place.on_cpu)
+    if runtime != "native":
+        _check_memory(model, options, runtime)
     if runtime in ("torch", "plain"):
         return OwnCode(runtime)
     try:
@@ -76,10 +79,23 @@ def open_model(model: Any, options: ModelOptions, place: RankPlace, callbacks: C
             raise UsageError(
                 f"dtype={options.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
             ) from lack
+        _check_memory(model, options, f"no native: {lack.feature}")
         return OwnCode("torch" if place.on_cpu else "plain", lack.feature, runtime)
     if options.draft is not None:
         _attach_draft(native, model, options, place, callbacks)
     return native
+
+
+def _check_memory(model: Any, options: ModelOptions, runtime: str) -> None:
+    """Refuse a model that does not fit in its memory where experts cannot stay in a file."""
+    if not options.memory or not isinstance(model, str | Path):
+        return
+    size = size_of(Path(model).expanduser())
+    if size > options.memory:
+        raise UsageError(
+            f"memory={options.memory}: the model's files have {size} bytes, and only the native runtime leaves "
+            f"experts in a file (runtime: {runtime})"
+        )
 
 
 def choose_runtime(options: ModelOptions, on_cpu: bool) -> str:

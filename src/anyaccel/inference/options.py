@@ -20,7 +20,7 @@ RUNTIMES = ("auto", "native", "device", "torch", "plain")
 # The names of torch and transformers.
 _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 # What native code can hold; a sensible value is far below.
-_MOST = {"cache_bytes": 2**63 - 1, "threads": 2**31 - 1}
+_MOST = {"cache_bytes": 2**63 - 1, "memory": 2**63 - 1, "threads": 2**31 - 1}
 
 
 def dtype_name(value: object) -> str:
@@ -41,6 +41,8 @@ class ModelOptions:
             fp32, else bf16.
         cache_bytes: most memory that the key/value cache of each rank may take; 0: what the model and the machine
             allow.
+        memory: most bytes that weights and key/value cache may take in this machine's memory; 0: no bound. Experts
+            that do not fit stay in the file of packed weights, and are read when tokens need them (native runtime).
         threads: of the native runtime; 0: the CPUs of this process.
         tp: ranks among which each layer is divided (tensor parallelism).
         pp: stages among which the layers are divided, of `tp` ranks each (pipeline parallelism, native runtime only).
@@ -61,6 +63,7 @@ class ModelOptions:
     group_size: int = 32
     kv_cache: str = "auto"
     cache_bytes: int = 0
+    memory: int = 0
     threads: int = 0
     tp: int = 1
     pp: int = 1
@@ -84,6 +87,8 @@ class ModelOptions:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
         for name in ("tp", "pp"):
             _check_count(name, getattr(self, name))
+        if 0 < self.memory <= self.cache_bytes:
+            raise UsageError(f"memory={self.memory}: must be more than its part cache_bytes={self.cache_bytes}")
         if self.pp > 1 and self.runtime not in ("auto", "native"):
             raise UsageError(f"pp={self.pp} needs the native runtime, not runtime={self.runtime!r}")
         if self.draft is not None and self.runtime not in ("auto", "native"):
@@ -121,7 +126,7 @@ class ModelOptions:
         """
         own = self.draft == "mtp" and self.dtype == "auto"
         dtype = "auto" if own or Path(self.draft).is_file() else "int4"
-        return replace(self, draft=None, dtype=dtype, kv_cache="auto", cache_bytes=0)
+        return replace(self, draft=None, dtype=dtype, kv_cache="auto", cache_bytes=0, memory=0)
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, object]) -> ModelOptions:

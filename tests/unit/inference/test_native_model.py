@@ -235,11 +235,12 @@ def test_packed_weights_through_a_file(llama: Any) -> None:
     _, spec, _ = native_models.whole("llama")
     with tempfile.TemporaryFile() as file:
         done: list[int] = []
-        checksum = llama.write(file.fileno(), 4096, done.append)
+        checksums = llama.write(file.fileno(), 4096, done.append)
         assert done[-1] == llama.weight_bytes
         assert os.fstat(file.fileno()).st_size == 4096 + llama.weight_bytes
         copy = native_models.empty(spec)
-        assert copy.read(file.fileno(), 4096) == checksum
+        assert copy.read(file.fileno(), 4096, checksums)
+        assert not native_models.empty(spec).read(file.fileno(), 4096, [checksums[0] ^ 1])
         copy.finish()
         assert _run(copy, [5, 6, 7], max_new_tokens=8) == _run(llama, [5, 6, 7], max_new_tokens=8)
 
@@ -247,9 +248,9 @@ def test_packed_weights_through_a_file(llama: Any) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            native_models.empty(spec).read(file.fileno(), 4096, refuse)
+            native_models.empty(spec).read(file.fileno(), 4096, checksums, refuse)
         with pytest.raises(OSError, match="ends too early"):
-            native_models.empty(spec).read(file.fileno(), 8192)
+            native_models.empty(spec).read(file.fileno(), 8192, checksums)
 
 
 def test_a_forked_process_is_told(llama: Any) -> None:

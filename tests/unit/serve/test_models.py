@@ -158,6 +158,18 @@ def test_a_model_in_use_is_unloaded_once_its_requests_have_ended() -> None:
     in_house(test, memory=16, cache_bytes=4)
 
 
+def test_of_a_mixture_that_does_not_fit_experts_stay_on_the_disk() -> None:
+    async def test(house: House) -> None:
+        large = house.models.named("b")
+        large.has_experts = lambda: False
+        assert (await house.ask("b")).status == 503
+        large.has_experts = lambda: True
+        assert await house.said("b") == "I am b."
+        assert house.loaded == ["b"]  # alone: it takes all that there is
+
+    in_house(test, sizes=(10, 50, 10), memory=40, cache_bytes=4)
+
+
 def test_what_does_not_fit_or_is_broken_is_said_and_tried_again() -> None:
     async def test(house: House) -> None:
         large = await house.ask("b")

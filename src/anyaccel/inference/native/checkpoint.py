@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.checkpoints.model_path import check_language_model, check_model_path
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorSource, TensorView, folder_source
 from anyaccel.inference.families.eagle import EAGLE3, eagle3_config, is_eagle3
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.registry import encoder_of, family_of
-from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.decoder import DecoderSpec, Moe
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.validation import read_json, short_repr
 
@@ -100,6 +100,16 @@ def read_encoder(path: Path) -> Checkpoint:
         raise Unsupported(f"encoder in a file ({path.name})", advice="give the path of a Hugging Face folder")
     config = folder_config(path)
     return Checkpoint(quantised_source(folder_source(path), config), config, {}, encoder=True)
+
+
+def has_experts(path: Path) -> bool:
+    """Whether a model is a mixture of experts that the native runtime has."""
+    try:
+        checkpoint = read_checkpoint(path)
+        layers = checkpoint.family.spec(checkpoint.config).layers
+    except AnyAccelError:
+        return False
+    return any(isinstance(layer.mlp, Moe) for layer in layers)
 
 
 def check_head(path: Path, checkpoint: Checkpoint, kind: str) -> None:

@@ -2,7 +2,7 @@
 """Packed models in the user's cache folder: what is read instead of packing again, and instead of parsing anything big.
 
 `<cache folder>/packed/<model>-<key>/` has `weights` (one block, as it is in memory) and `model.json` (the specs, the
-configs, the shapes, a checksum of the weights and one of itself). The key is made of what `identity` tells of the
+configs, the shapes, checksums of the weights and one of itself). The key is made of what `identity` tells of the
 source's files, the precision, the rank and the version of the layout; packed weights are the same for every
 instruction set. Entries are made beside and renamed, under a lock, by `saving` while the model is at work already; the
 folder is the user's own (0700).
@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from anyaccel.inference.spec import decoder as spec
 logger = logging.getLogger(__name__)
 
 # Raise it when the packed layout, how formats are chosen or what `model.json` says changes.
-VERSION = 6
+VERSION = 7
 _WEIGHTS = "weights"
 _MODEL = "model.json"
 _SPARE_DISK = 1 << 30  # bytes that are left free
@@ -100,13 +100,13 @@ class PackedModel:
         room = disk.f_bavail * disk.f_frsize
         return size <= env.ANYACCEL_PACKED_CACHE_BYTES.get() and size + _SPARE_DISK < room
 
-    def save(self, model: Mapping[str, Any], size: int, write: Callable[[int], int]) -> None:
+    def save(self, model: Mapping[str, Any], size: int, write: Callable[[int], Sequence[int]]) -> None:
         """Make the entry; the caller has the lock.
 
         Args:
             model: JSON values that `load` gives back.
             size: of the weights, in bytes.
-            write: writes them to a descriptor and returns their checksum.
+            write: writes them to a descriptor and returns their checksums.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
@@ -121,8 +121,8 @@ class PackedModel:
         temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=self.root))  # mode 0700
         try:
             with (temporary / _WEIGHTS).open("wb") as file:
-                checksum = write(file.fileno())
-            content = {**model, "made_from": self.made_from, "weight_bytes": size, "checksum": checksum}
+                checksums = write(file.fileno())
+            content = {**model, "made_from": self.made_from, "weight_bytes": size, "checksums": checksums}
             text = json.dumps(content)
             (temporary / _MODEL).write_text(f"{_digest(text)}\n{text}")
             temporary.rename(self.folder)

@@ -7,6 +7,7 @@ Weights exist once: they are packed a few rows at a time from mapped files, whos
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -39,6 +40,7 @@ Progress = Callable[[int, int], object]
 _CACHE_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "i8", "int4": "i4"}
 _THREADS_A_CPU = 4  # a real run has one; tests have more
 _CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_CACHE_SHARE = 8  # of a bound on memory, an eighth is for keys and values where `cache_bytes` does not say how much
 _LEAST_BESIDE = 64 << 20  # bytes of packed weights; fewer are written at once
 SHARE_OF_MEMORY = 0.75  # of what is available beside the weights: the most that the key/value cache may grow to
 
@@ -88,6 +90,11 @@ class NativeModel:
     def ranks(self) -> int:
         """How many processes share the model."""
         return self.size * self.stages
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of weights that are in memory: all, but for experts that stay in a file."""
+        return getattr(self.model, "resident_bytes", self.model.weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -204,8 +211,9 @@ def load_native(
             entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
+    checkpoint = functools.partial(open_checkpoint, path, **kinds)
     if entry is None:
-        return _pack(open_checkpoint(path, **kinds), options, place, callbacks)[0]
+        return _pack(checkpoint(), options, place, callbacks)[0]
     native = _from_cache(entry, options, place, callbacks)
     if native is not None:
         return native
@@ -214,10 +222,12 @@ def load_native(
             held.enter_context(entry.locked(callbacks.raise_if_cancelled))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
-            return _pack(open_checkpoint(path, **kinds), options, place, callbacks)[0]
+            return _pack(checkpoint(), options, place, callbacks)[0]
         native = _from_cache(entry, options, place, callbacks)  # another process may have made it meanwhile
         if native is None:
-            native, shapes = _pack(open_checkpoint(path, **kinds), options, place, callbacks)
+            native, shapes = _pack(checkpoint(), options, place, callbacks, entry)
+            if native.cached:
+                return native
             # Ranks of a command end with it, possibly before all is written.
             if options.ranks == 1 and native.model.weight_bytes >= _LEAST_BESIDE:
                 native.saving = Saving(_writer(entry, native, shapes), held.pop_all().close)
@@ -226,10 +236,17 @@ def load_native(
         return native
 
 
+class MemoryBoundError(UsageError):
+    """A model cannot run in the memory that it may take."""
+
+
 def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, place: RankPlace) -> _llm.DecoderModel:
     from anyaccel import _llm
 
     limit = options.cache_bytes
+    memory = options.memory // (place.on_host or options.ranks)
+    if limit == 0 and memory:
+        limit = memory // _CACHE_SHARE
     if limit == 0:
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
@@ -237,7 +254,12 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, p
         limit = max(1 << 20, int(free * SHARE_OF_MEMORY) // (place.on_host or options.ranks))
     cache = _CACHE_FORMATS[options.cache_dtype]
     try:
-        return _llm.DecoderModel(spec, shapes["matrices"], shapes["vectors"], options.threads, cache, limit)
+        left = max(memory - limit, 1) if memory else 0
+        return _llm.DecoderModel(spec, shapes["matrices"], shapes["vectors"], options.threads, cache, limit, left)
+    except UsageError as error:
+        if not memory:
+            raise
+        raise MemoryBoundError(f"memory={options.memory}: {error}; the key/value cache takes {limit} beside") from error
     except (MemoryError, ValueError, RuntimeError) as error:
         if isinstance(error, ModelError | UsageError):
             raise
@@ -262,11 +284,13 @@ def _from_cache(
             total = model.weight_bytes
             if total != saved["weight_bytes"]:
                 damage = "its size is another one"
-            elif model.read(file.fileno(), 0, lambda done: callbacks.report(done, total)) != saved["checksum"]:
+            elif not model.read(file.fileno(), 0, saved["checksums"], lambda done: callbacks.report(done, total)):
                 damage = "its checksum is another one"
             else:
                 model.finish()
         except (OSError, ModelError, UsageError) as error:
+            if isinstance(error, MemoryBoundError):
+                raise
             damage = str(error) or type(error).__name__
     if damage:
         logger.warning("%s: %s; packing again", entry.weights, damage)
@@ -342,18 +366,73 @@ def make_plan(checkpoint: Checkpoint, options: ModelOptions, place: RankPlace) -
 
 
 def _pack(
-    checkpoint: Checkpoint, options: ModelOptions, place: RankPlace, callbacks: Callbacks
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    place: RankPlace,
+    callbacks: Callbacks,
+    entry: PackedModel | None = None,
 ) -> tuple[NativeModel, dict[str, Any]]:
-    """The model, and the shapes of its weights."""
+    """The model, and the shapes of its weights.
+
+    Args:
+        entry: where the weights go, and are read from again, when experts do not fit in memory.
+    """
     callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
     plan.fit_to_llm(Precision.from_options(options))
     callbacks.raise_if_cancelled()
     shapes = plan.shapes()
     model = _make(plan.spec, shapes, options, place)
+    native = native_model(model, plan, checkpoint, options, place)
+    if model.resident_bytes < model.weight_bytes:
+        entry = _pack_to_file(plan, native, shapes, entry, options, callbacks)
+        del model, native, plan
+        native_again = _from_cache(entry, options, place, callbacks)
+        if native_again is None:
+            raise ModelError(f"{entry.weights}: the packed weights cannot be read again")
+        return native_again, shapes
     plan.fill(model, callbacks.report)
     model.finish()
-    return native_model(model, plan, checkpoint, options, place), shapes
+    return native, shapes
+
+
+def _pack_to_file(
+    plan: Plan,
+    native: NativeModel,
+    shapes: Mapping[str, Any],
+    entry: PackedModel | None,
+    options: ModelOptions,
+    callbacks: Callbacks,
+) -> PackedModel:
+    """Pack a model of which not all fits in memory: its experts go to the file one by one.
+
+    Raises:
+        MemoryBoundError: there is no such file, or no room for it.
+    """
+    model = cast("_llm.DecoderModel", native.model)
+    size = model.weight_bytes
+    what = f"memory={options.memory}: the packed weights take {size} bytes"
+    if entry is None:
+        raise MemoryBoundError(
+            f"{what}, and what does not fit stays in a file of the cache, which there is for models on disk alone, and "
+            f"where {env.ANYACCEL_PACKED_CACHE_BYTES.name} is not 0"
+        )
+    if not entry.has_room(size):
+        raise MemoryBoundError(
+            f"{what}, and what does not fit stays in a file of the cache: {entry.root} has no room for it, or "
+            f"{env.ANYACCEL_PACKED_CACHE_BYTES.name}={env.ANYACCEL_PACKED_CACHE_BYTES.get()} is less"
+        )
+
+    def write(descriptor: int) -> Sequence[int]:
+        model.stream_to(descriptor, 0)
+        plan.fill(model, callbacks.report)
+        return model.write(descriptor, 0, lambda _: callbacks.raise_if_cancelled())
+
+    try:
+        entry.save(_saved(native, shapes), size, write)
+    except OSError as error:
+        raise ModelError(f"{entry.root}: experts that do not fit in memory cannot be kept there ({error})") from error
+    return entry
 
 
 def native_model(
@@ -383,15 +462,7 @@ def _writer(
 ) -> Callable[[Callable[[], object]], None]:
     """What keeps a model in the cache; it calls its argument again and again."""
     model = cast("_llm.DecoderModel", native.model)  # not all of it, which holds what is made of this
-    size = model.weight_bytes
-    saved = {
-        "spec": asdict(native.spec),
-        "whole_spec": asdict(native.whole_spec),
-        "shapes": shapes,
-        "config": native.config,
-        "generation_config": native.generation_config,
-        "forms": native.forms,
-    }
+    size, saved = model.weight_bytes, _saved(native, shapes)
 
     def write(raise_if_cancelled: Callable[[], object]) -> None:
         try:
@@ -401,6 +472,17 @@ def _writer(
             logger.warning("%s: packed weights are not kept (%s)", packed.root, error)
 
     return write
+
+
+def _saved(native: NativeModel, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "spec": asdict(native.spec),
+        "whole_spec": asdict(native.whole_spec),
+        "shapes": shapes,
+        "config": native.config,
+        "generation_config": native.generation_config,
+        "forms": native.forms,
+    }
 
 
 def logits_error(dtype: object) -> ModelError:

@@ -47,6 +47,7 @@ class ServedModel:
         aliases: further names that requests may use; they are never shown, as a path reveals what is on this machine.
         root: the name of its file or folder.
         size: bytes of its files.
+        has_experts: whether those of its experts that do not fit in memory may stay on the disk; None: they may not.
 
     Attributes:
         frontend: None while it is not loaded.
@@ -65,12 +66,14 @@ class ServedModel:
         size: int = 0,
         load: Load | None = None,
         frontend: Frontend | None = None,
+        has_experts: Callable[[], bool] | None = None,
     ) -> None:
         self.names = names
         self.aliases = aliases
         self.root = root
         self.size = size
         self.load = load
+        self.has_experts = has_experts
         self.frontend: Frontend | None = None
         self.created = int(time.time())
         self.weights = size
@@ -345,6 +348,8 @@ class Models:
             if model.weights + cache <= room:
                 return cache
             if not await self._unload_oldest(model):
+                if model.has_experts is not None and model.has_experts():
+                    return cache  # those that do not fit stay on the disk
                 raise ApiError(
                     503,
                     f"model {model.names[0]!r} does not fit: its weights take about {_size(model.weights)}, its keys "

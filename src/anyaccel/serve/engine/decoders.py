@@ -120,7 +120,11 @@ def open_decoder(
     if not on_cpu and settings.replicas > 1:
         raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
     cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_cpu else 0)
-    options = replace(options, cache_bytes=cache_bytes // settings.replicas // options.ranks)
+    options = replace(
+        options,
+        cache_bytes=cache_bytes // settings.replicas // options.ranks,
+        memory=options.memory // settings.replicas,
+    )
     if not alone:
         from anyaccel.serve.engine.ranks import RanksDecoder
 
@@ -152,7 +156,7 @@ def open_decoder(
     decoder.facts = replace(
         decoder.facts,
         plan=plan,
-        weight_bytes=native.model.weight_bytes,
+        weight_bytes=native.resident_bytes,
         cache_bytes=native.model.cache_limit_bytes,
     )
     if settings.cache_dir:

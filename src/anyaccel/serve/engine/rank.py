@@ -32,7 +32,7 @@ def serve(channel: Channel, rank: int, backend: Model) -> None:
         state_pages=native.model.cache_bytes_per_state() // page_bytes,
         shares=shares_prefixes(native),
         threads=native.model.threads,
-        weight_bytes=native.model.weight_bytes,
+        weight_bytes=native.resident_bytes,
         cache_bytes=native.model.cache_limit_bytes,
     )
     slots = Slots(native.model)
