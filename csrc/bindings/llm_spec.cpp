@@ -168,6 +168,7 @@ llm::ShortConvSpec read_short_conv(const nb::handle& from) {
 
 llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
   using Strength = llm::LinearAttentionSpec::Strength;
+  using Gate = llm::LinearAttentionSpec::Gate;
   llm::LinearAttentionSpec spec;
   get(from, "heads", spec.heads);
   get(from, "key_heads", spec.key_heads);
@@ -192,6 +193,9 @@ llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
   get(from, "out_bias", spec.out_bias);
   get(from, "key_copies", spec.key_copies);
   get(from, "tiled", spec.tiled);
+  numbers(from, "slopes", spec.slopes);
+  get(from, "silu", spec.silu);
+  choice<Gate>(from, "gate_activation", spec.gate_activation, {{"silu", Gate::silu}, {"sigmoid", Gate::sigmoid}});
   return spec;
 }
 

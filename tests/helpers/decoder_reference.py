@@ -334,6 +334,9 @@ class Reference:
         qkv, gate = mixed[:, : 2 * keys + values], mixed[:, 2 * keys + values :]
         if m.kernel:
             qkv = F.silu(_convolve(f"{at}.conv", m.kernel, qkv, self._remember(index, qkv, sequence), w))
+        if m.silu:
+            qkv = F.silu(qkv)
+        gate = torch.sigmoid(gate) if m.gate_activation == "sigmoid" else F.silu(gate)
         q, k, v = qkv.split([keys, keys, values], -1)
         q, k = (each.unflatten(-1, (m.key_heads, m.key_dim)) for each in (q, k))
         v = v.unflatten(-1, (m.heads, m.value_dim))
@@ -341,10 +344,13 @@ class Reference:
             q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
         group = m.heads // m.key_heads
         q, k = (each.repeat(1, group, 1) if m.tiled else each.repeat_interleave(group, 1) for each in (q * m.scale, k))
-        inputs = _linear(f"{at}.steps", x, w)
-        step = F.softplus(inputs[:, : m.heads] + w[f"{at}.step_bias"]).clamp(m.step_min, m.step_max or None)
-        decay = torch.exp(-w[f"{at}.rate"].exp() * step)
-        strength = step if m.strength == "step" else m.strength_scale * torch.sigmoid(inputs[:, m.heads :])
+        if m.slopes:
+            decay, strength = torch.exp(-torch.tensor(m.slopes)).expand(count, -1), x.new_ones(count, m.heads)
+        else:
+            inputs = _linear(f"{at}.steps", x, w)
+            step = F.softplus(inputs[:, : m.heads] + w[f"{at}.step_bias"]).clamp(m.step_min, m.step_max or None)
+            decay = torch.exp(-w[f"{at}.rate"].exp() * step)
+            strength = step if m.strength == "step" else m.strength_scale * torch.sigmoid(inputs[:, m.heads :])
         state = sequence.states[index]
         if state is None:
             state = x.new_zeros(m.heads, m.key_dim, m.value_dim)
@@ -360,13 +366,13 @@ class Reference:
             out = out + w[f"{at}.skip"][:, None] * v
         out = out.flatten(1)
         if m.gate and not m.norm_first:
-            out = out * F.silu(gate)
+            out = out * gate
         if m.norm is not None:
             groups = out.unflatten(-1, (-1, m.norm_width))
             weight = w[f"{at}.norm.weight"].view(-1, m.norm_width)
             out = _norm(m.norm, "norm", groups, {"norm.weight": weight}).flatten(1)
         if m.gate and m.norm_first:
-            out = out * F.silu(gate)
+            out = out * gate
         return _linear(f"{at}.out", out, w)
 
     def _scan(self, index: int, m: SelectiveScan, x: Tensor, sequence: Cached) -> Tensor:

@@ -696,6 +696,17 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_DELTA,
         ),
     ),
+    "minimax": ("MiniMaxConfig", common(**_LAYERS4, num_local_experts=4, head_dim=12, block_size=8)),
+    "minimax-factors": (
+        "MiniMaxConfig",
+        common(
+            layer_types=["full_attention", "linear_attention"],
+            num_local_experts=4,
+            block_size=256,
+            **{f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")},
+            **{f"{kind}_beta_factor": 0.8 for kind in ("full_attn", "linear_attn", "mlp")},
+        ),
+    ),
     "mamba": ("MambaConfig", {**_MAMBA, "use_bias": True}),
     "mamba-plain": ("MambaConfig", {**_MAMBA, "use_conv_bias": False, "tie_word_embeddings": False, "expand": 3}),
     "falcon_mamba": ("FalconMambaConfig", _MAMBA),

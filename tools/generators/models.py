@@ -56,6 +56,8 @@ def _mixer(mixer: Recurrent) -> str:
         return "selective scan (Mamba)"
     if mixer.delta:
         return "gated delta rule"
+    if mixer.slopes:
+        return "lightning attention"
     return "state space (Mamba-2)"
 
 

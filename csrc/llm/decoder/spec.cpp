@@ -82,12 +82,14 @@ void check_linear_attention(const std::string& where, const LinearAttentionSpec&
   in_range(where, "kernel", a.kernel, 0, kMostTaps);
   if (a.heads % a.key_heads != 0)
     fail(where, std::to_string(a.heads) + " heads are not a multiple of " + std::to_string(a.key_heads) + " key_heads");
+  if (!a.slopes.empty() && a.slopes.size() != static_cast<size_t>(a.heads))
+    fail(where, std::to_string(a.slopes.size()) + " slopes for " + std::to_string(a.heads) + " heads");
+  if (a.silu && a.kernel > 0) fail(where, "silu is of a mixer without a convolution");
   if (!a.norm) return;
   in_range(where, "norm_width", a.norm_width, 1);
   const int64_t own = result_width(a);
   if (own % a.norm_width != 0 && (spec.size == 1 || own > a.norm_width))
     fail(where, "norm_width " + std::to_string(a.norm_width) + " does not divide " + std::to_string(own) + " values");
-  if (a.norm_first && a.norm_width != a.value_dim) fail(where, "a norm before the gate is of one head");
   if (a.norm->kind != NormKind::rms || a.norm->bias) fail(where, "the norm is an RMS norm without bias");
 }
 
@@ -140,8 +142,8 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
   if (layer.parallel && layer.moe && layer.mlp_norm) fail(where, "parallel layers with experts have one norm");
   if (layer.parallel && (!layer.attention || layer.is_recurrent() || !layer.has_mlp()))
     fail(where, "parallel layers have attention and an mlp");
-  if (layer.residual_from_norm && (!layer.attention || layer.is_recurrent() || !layer.has_mlp()))
-    fail(where, "residual_from_norm needs attention and an mlp");
+  if (layer.residual_from_norm && (!(layer.attention || layer.is_recurrent()) || !layer.has_mlp()))
+    fail(where, "residual_from_norm needs a mixer and an mlp");
 }
 
 // What tokens see each other by is for whole sequences, whose keys and values all layers have in one place.

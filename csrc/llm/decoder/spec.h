@@ -86,6 +86,7 @@ struct ShortConvSpec {
 
 struct LinearAttentionSpec {
   enum class Strength : uint8_t { step, sigmoid };
+  enum class Gate : uint8_t { silu, sigmoid };
 
   int heads = 0;
   int key_heads = 0;
@@ -110,6 +111,12 @@ struct LinearAttentionSpec {
   bool out_bias = false;
   int key_copies = 1;
   bool tiled = false;
+  std::vector<float> slopes;
+  bool silu = false;
+  Gate gate_activation = Gate::silu;
+
+  // Whether each head's result has a norm of its own, which needs nothing of the others.
+  bool norm_in_head() const { return norm_first && norm_width == value_dim; }
 };
 
 struct SelectiveScanSpec {
@@ -286,6 +293,7 @@ inline int64_t conv_channels(const LinearAttentionSpec& a) {
 inline int64_t in_rows(const LinearAttentionSpec& a) { return conv_channels(a) + (a.gate ? result_width(a) : 0); }
 // The inputs of steps, then those of strengths.
 inline int64_t step_rows(const LinearAttentionSpec& a) {
+  if (!a.slopes.empty()) return 0;
   return product(a.strength == LinearAttentionSpec::Strength::sigmoid ? 2 : 1, a.heads);
 }
 

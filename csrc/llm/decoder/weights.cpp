@@ -185,10 +185,12 @@ class WeightWalk {
   // Rows of `in` are queries, keys, values and the gate; of `steps` the inputs of steps, then those of strengths.
   void linear_attention(const std::string& at, const LinearAttentionSpec& a, LayerWeights& out) {
     matrix(at + "in", in_rows(a), hidden_, out.mix_in, a.in_bias);
-    matrix(at + "steps", step_rows(a), hidden_, out.mix_steps, a.in_bias);
+    if (a.slopes.empty()) matrix(at + "steps", step_rows(a), hidden_, out.mix_steps, a.in_bias);
     if (a.kernel > 0) convolution(at, conv_channels(a), a.kernel, a.conv_bias, out);
-    out.rate = vector(at + "rate", a.heads);
-    out.step_bias = vector(at + "step_bias", a.heads);
+    if (a.slopes.empty()) {
+      out.rate = vector(at + "rate", a.heads);
+      out.step_bias = vector(at + "step_bias", a.heads);
+    }
     if (a.skip) out.skip = vector(at + "skip", a.heads);
     norm(at + "norm", a.norm, a.norm_shared ? a.norm_width : result_width(a), out.mix_norm);
     matrix(at + "out", hidden_, result_width(a), out.mix_out, a.out_bias);

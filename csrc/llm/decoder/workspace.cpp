@@ -62,7 +62,7 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       most(steps, step_rows(a));
       most(mixer_out, result_width(a));
       most(key_dim, a.key_dim);
-      own_norm = own_norm || (a.norm && !a.norm_first);
+      own_norm = own_norm || (a.norm && !a.norm_in_head());
     }
     if (layer.scan) {
       most(mixed, layer.scan->channels);

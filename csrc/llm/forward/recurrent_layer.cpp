@@ -73,7 +73,9 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
   float* const decay = k + kHeadTokens * key_stride;
   float* const strength = decay + kHeadTokens;
   const float* const mixed = shared_.mixed.get() + row * stride;
-  const float rate = std::exp(weights.rate[head]), step_bias = weights.step_bias[head];
+  const bool steps = spec.slopes.empty();
+  const float rate = steps ? std::exp(weights.rate[head]) : 0.0f, step_bias = steps ? weights.step_bias[head] : 0.0f;
+  const float constant = steps ? 1.0f : std::exp(-spec.slopes[static_cast<size_t>(head)]);
   for (int t = 0; t < tokens; ++t) {
     const float* from = mixed + t * stride + key_head * spec.key_dim;
     for (const bool key : {false, true}) {
@@ -87,6 +89,9 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
         if (factor != 1.0f) scale(to, factor, spec.key_dim);
       }
     }
+    decay[t] = constant;
+    strength[t] = 1.0f;
+    if (!steps) continue;
     const float* inputs = shared_.steps.get() + (row + t) * steps_stride + head;
     float step = std::max(softplus(inputs[0] + step_bias), spec.step_min);
     if (spec.step_max > 0) step = std::min(step, spec.step_max);
@@ -133,12 +138,20 @@ void StepThread::attend_heads(size_t index) noexcept {
       attend_linearly(part);
       for (int t = 0; t < tokens; ++t) {
         float* const out = part.out + t * part.out_stride;
-        if (spec.norm_first) norm(of_head, out, spec.value_dim, out);
-        if (spec.gate)
-          activate(Activation::silu, gates + (span.row + done + t) * stride + first, out, spec.value_dim, out);
+        if (spec.norm_in_head()) norm(of_head, out, spec.value_dim, out);
+        if (spec.gate && (!spec.norm_first || spec.norm_in_head()))
+          gate_mixed(spec, gates + (span.row + done + t) * stride + first, out, spec.value_dim);
       }
     }
   }
+}
+
+void StepThread::gate_mixed(const LinearAttentionSpec& spec, const float* gates, float* out,
+                            int64_t count) const noexcept {
+  if (spec.gate_activation == LinearAttentionSpec::Gate::sigmoid)
+    multiply_by_sigmoid(out, gates, count);
+  else
+    activate(Activation::silu, gates, out, count, out);
 }
 
 // The norm over several heads: in small steps every thread norms all tokens for itself.
@@ -149,6 +162,9 @@ const float* StepThread::norm_mixed(size_t index) noexcept {
   float* const from = shared_.mixer_out.get();
   float* const to = small_ ? own_.mixer_out.get() : from;
   const bool across = spec.norm_width > width;  // other ranks have a part of it
+  const bool gated = spec.gate && spec.norm_first;
+  const int64_t mixed_stride = padded_stride(forward_.widths_.mixed);
+  const float* const gates = shared_.mixed.get() + conv_channels(spec);
   if (across) {
     const Range part = part_of(tokens_, thread_, threads_);
     float* const sums = forward_.ranks_->slot(spec_.rank, turn_);
@@ -170,6 +186,7 @@ const float* StepThread::norm_mixed(size_t index) noexcept {
       const double mean = squares / static_cast<double>(spec.norm_width);
       const auto factor = static_cast<float>(1.0 / std::sqrt(mean + static_cast<double>(whole.eps)));
       for (int64_t i = 0; i < width; ++i) y[i] = x[i] * factor * (whole.weight == nullptr ? 1.0f : whole.weight[i]);
+      if (gated) gate_mixed(spec, gates + t * mixed_stride, y, width);
       continue;
     }
     for (int64_t first = 0; first < width; first += spec.norm_width) {
@@ -177,6 +194,7 @@ const float* StepThread::norm_mixed(size_t index) noexcept {
       if (part.weight != nullptr && !spec.norm_shared) part.weight += first;
       norm(part, x + first, spec.norm_width, y + first);
     }
+    if (gated) gate_mixed(spec, gates + t * mixed_stride, y, width);
   }
   return to;
 }
@@ -188,8 +206,17 @@ void StepThread::linear_attention(size_t index, int which) noexcept {
   float* const mixed = shared_.mixed.get();
   const Shape& shape = weights.mix_in.w.shape();
   multiply_into(weights.mix_in, input(shape, x_, hidden_stride_, tokens_), mixed, stride);
-  multiply_into(weights.mix_steps, input(weights.mix_steps.w.shape(), x_, hidden_stride_, tokens_), shared_.steps.get(),
-                padded_stride(forward_.widths_.steps));
+  if (!weights.mix_steps.w.empty())
+    multiply_into(weights.mix_steps, input(weights.mix_steps.w.shape(), x_, hidden_stride_, tokens_),
+                  shared_.steps.get(), padded_stride(forward_.widths_.steps));
+  if (spec.silu) {
+    if (!small_) barrier(Work::mix_in);
+    const Range own = channels_of(shape, conv_channels(spec));
+    for (int64_t t = 0; t < tokens_; ++t) {
+      float* const at = mixed + t * stride + own.begin;
+      activate(Activation::silu, at, nullptr, own.end - own.begin, at);
+    }
+  }
   if (spec.kernel > 0) {
     if (!small_) barrier(Work::mix_in);
     Convolution conv{};
@@ -200,7 +227,7 @@ void StepThread::linear_attention(size_t index, int which) noexcept {
   attend_heads(index);
   barrier(Work::mix);
   const float* result = shared_.mixer_out.get();
-  if (spec.norm && !spec.norm_first) result = norm_mixed(index);
+  if (spec.norm && !spec.norm_in_head()) result = norm_mixed(index);
   fresh();
   const int64_t result_stride = padded_stride(forward_.widths_.mixer_out);
   multiply_into(weights.mix_out, input(weights.mix_out.w.shape(), result, result_stride, tokens_), delta(which),

@@ -10,7 +10,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Moe, Norm, Rope
-from anyaccel.inference.spec.mapping import At, Base, Names, Part
+from anyaccel.inference.spec.mapping import At, Base, Names, Part, Unsupported
 from anyaccel.validation import MAX_INT, check_text
 
 
@@ -61,6 +61,12 @@ def max_tokens(config: Config, ropes: tuple[Rope, ...]) -> int:
     """The longest context: dynamic rotary positions reach `dynamic_factor` times as far as the config says."""
     longest = config.integer("max_position_embeddings")
     return min(max([longest, *(int(longest * each.dynamic_factor) for each in ropes)]), MAX_INT)
+
+
+def check_convolution(config: Config) -> None:
+    """Recurrent mixers have SiLU behind their convolution."""
+    if config.activation() != "silu":
+        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
 
 
 def decoder(

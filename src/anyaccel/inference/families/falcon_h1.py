@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import LLAMA, attention, decoder, gated, pre_norm, rms
+from anyaccel.inference.families.common import LLAMA, attention, check_convolution, decoder, gated, pre_norm, rms
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import GGUF_ATTENTION, GGUF_MODULES, Architecture, Metadata, gguf_state_space
 from anyaccel.inference.families.mamba import gguf_sizes, state_space, state_space_names, step_limits
@@ -58,8 +58,7 @@ def falcon_h1(config: Config) -> DecoderSpec:
     head_dim = wide // heads if config.known().get("mamba_d_head") in ("auto", None) else config.size("mamba_d_head")
     if heads * head_dim != wide:
         raise ModelError(f"config: {heads} mamba_n_heads of {head_dim} are not mamba_d_ssm={wide}")
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     norm, bias = rms(config), config.get_bool("mamba_proj_bias")
     normed = config.get_bool("mamba_rms_norm")
     if normed and config.get_bool("mamba_norm_before_gate"):

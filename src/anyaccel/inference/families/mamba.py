@@ -9,7 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import LLAMA, attention, decoder, gated, mixture, plain, pre_norm, rms
+from anyaccel.inference.families.common import (
+    LLAMA,
+    attention,
+    check_convolution,
+    decoder,
+    gated,
+    mixture,
+    plain,
+    pre_norm,
+    rms,
+)
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
     GGUF_ATTENTION,
@@ -75,8 +85,7 @@ def mamba2(config: Config) -> DecoderSpec:
     heads, head_dim = config.size("num_heads"), config.size("head_dim")
     if heads * head_dim != config.hidden * config.size("expand"):
         raise ModelError(f"config: {heads} heads of {head_dim} are not hidden_size={config.hidden} times expand")
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     norm = rms(config, "layer_norm_epsilon")
     bias = config.get_bool("use_bias")
     mixer = state_space(
@@ -102,8 +111,7 @@ def _hybrid_mixer(config: Config) -> LinearAttention:
     head_dim = wide // heads if config.known().get("mamba_d_head") in ("auto", None) else config.size("mamba_d_head")
     if heads * head_dim != wide:
         raise ModelError(f"config: {heads} mamba_n_heads of {head_dim} are not hidden_size times mamba_expand")
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     bias = config.get_bool("mamba_proj_bias")
     return state_space(
         heads,

@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import LLAMA, attention, decoder, gated, mixture, pre_norm, rms
+from anyaccel.inference.families.common import (
+    LLAMA,
+    attention,
+    check_convolution,
+    decoder,
+    gated,
+    mixture,
+    pre_norm,
+    rms,
+)
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
     GGUF_ATTENTION,
@@ -21,14 +30,13 @@ from anyaccel.inference.families.mamba import BACKBONE, gguf_expand
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen_next import MOST_TAPS
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Norm, SelectiveScan
-from anyaccel.inference.spec.mapping import Names, Unsupported, stacked
+from anyaccel.inference.spec.mapping import Names, stacked
 from anyaccel.validation import check_integer, check_text
 
 
 def _scan(config: Config, prefix: str, state: str, kernel: str, rank: str, norm: Norm | None) -> SelectiveScan:
     """Mamba's mixer; the names of its sizes begin with `prefix`."""
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     channels = int(config.number(f"{prefix}expand", above=0.0, maximum=1e3) * config.hidden)
     if channels < 1:
         raise ModelError(f"config: {prefix}expand of hidden_size={config.hidden} gives no channel")

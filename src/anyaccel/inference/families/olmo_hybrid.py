@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    attention,
+    check_convolution,
+    decoder,
+    gated,
+    pre_norm,
+    rms,
+)
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen_next import MOST_TAPS
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, LinearAttention, Norm, QkNorm
-from anyaccel.inference.spec.mapping import Unsupported
 
 
 def _gated_delta_net(config: Config) -> LinearAttention:
@@ -18,8 +26,7 @@ def _gated_delta_net(config: Config) -> LinearAttention:
     key_heads = config.size("linear_num_key_heads", config.heads)
     if heads % key_heads:
         raise ModelError(f"config: {heads} linear_num_value_heads are not a multiple of {key_heads} key heads")
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     key_dim = config.size("linear_key_head_dim", max(3 * config.hidden // (4 * key_heads), 1))
     value_dim = config.size("linear_value_head_dim", 2 * key_dim)
     return LinearAttention(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import attention, decoder, gated, mixture, pre_norm, rms
+from anyaccel.inference.families.common import attention, check_convolution, decoder, gated, mixture, pre_norm, rms
 from anyaccel.inference.families.family import DraftHead, Family
 from anyaccel.inference.families.gguf import (
     GGUF_GATED,
@@ -24,7 +24,7 @@ from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import GGUF_QWEN2_MOE, QWEN_DEFAULTS, QWEN_MOE, gguf_qwen_moe, sparse
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, LinearAttention, Mlp, Moe, QkNorm
-from anyaccel.inference.spec.mapping import At, Base, Part, Unsupported, plus_one
+from anyaccel.inference.spec.mapping import At, Base, Part, plus_one
 
 MOST_TAPS = 16  # tokens that a convolution sees; kMostTaps in csrc/llm/kernels/mixers.h
 
@@ -33,8 +33,7 @@ def gated_delta_net(config: Config) -> LinearAttention:
     heads, key_heads = config.size("linear_num_value_heads"), config.size("linear_num_key_heads")
     if heads % key_heads:
         raise ModelError(f"config: {heads} linear_num_value_heads are not a multiple of {key_heads} key heads")
-    if config.activation() != "silu":
-        raise Unsupported(f"hidden_act {config.activation()!r} of a convolution")
+    check_convolution(config)
     key_dim, value_dim = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     return LinearAttention(
         heads,

@@ -107,6 +107,7 @@ def _recurrent(mixer: Recurrent, rank: int, size: int) -> Recurrent:
         mixer,
         heads=len(heads.query),
         key_heads=len(heads.key_value),
+        slopes=tuple(mixer.slopes[heads.query.start : heads.query.stop]),
         key_copies=sum(_linear_heads(mixer, other, size).key_value == heads.key_value for other in range(size)),
     )
 

@@ -160,11 +160,14 @@ class LinearAttention:
         step_min, step_max: the step is clamped to them; step_max 0: no upper limit.
         l2_norm: queries and keys have length 1.
         skip: each head has a factor of its values.
-        gate: the result is multiplied by the SiLU of a linear of the input.
+        gate: the result is multiplied by the SiLU of a linear of the input, or by its sigmoid (`gate_activation`).
         norm, norm_width: of so many consecutive values of the result, of all heads on all ranks.
         norm_shared: all these have the same weights.
         norm_first: the gate comes behind the norm.
         key_copies: ranks that have the same heads of queries and keys as this one.
+        slopes: of each head, whose decay is always exp(-slope), and its strength 1: there are no steps (lightning
+            attention, MiniMax).
+        silu: without a convolution, of q, k and v.
     """
 
     heads: int
@@ -190,6 +193,9 @@ class LinearAttention:
     out_bias: bool = False
     key_copies: int = 1
     tiled: bool = False
+    slopes: tuple[float, ...] = ()
+    silu: bool = False
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
 
 
 @dataclass(frozen=True)
