@@ -124,7 +124,8 @@ _FOREIGN = """
 @pytest.mark.parametrize("page", [*PAGES, *_AT_THE_TOP], ids=[*_NAMES, *(page.name for page in _AT_THE_TOP)])
 def test_options_named_in_sentences_exist(page: Path) -> None:
     known = {option.replace("_", "-") for options in _OPTIONS.values() for option in options} | set(_FOREIGN.split())
-    for script in (*REPOSITORY.glob("benchmarks/*.py"), *REPOSITORY.glob("tools/*.py")):
+    folders = ("benchmarks", "examples", "tools")
+    for script in (file for folder in folders for file in REPOSITORY.glob(f"{folder}/*.py")):
         known |= set(re.findall(r'add_argument\(\s*"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     named = {
