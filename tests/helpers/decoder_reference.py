@@ -32,6 +32,8 @@ from anyaccel.inference.spec.decoder import (
 )
 from anyaccel.inference.spec.mapping import Part
 
+_FEW_TOKENS = 16  # of a query whose context threads divide
+
 
 def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:
     """The rows (or a vector's values) that a Part means."""
@@ -271,10 +273,16 @@ class Reference:
         q = _linear(f"{at}.q_b", x_q, w).unflatten(-1, (a.heads, a.head_dim))
         q = _rotate(rope, q, rope.first, positions, length)
         latent, k_rope = _linear(f"{at}.kv_a", x, w).split([mla.kv_rank, mla.rope_dim], -1)
-        kv = _linear(f"{at}.kv_b", _norm(mla.kv_norm, f"{at}.kv_a_norm", latent, w), w)
-        k_nope, v = kv.unflatten(-1, (a.heads, -1)).split([mla.nope_dim, a.value_dim], -1)
-        k_rope = _rotate(rope, k_rope[:, None], 0, positions, length).expand(-1, a.heads, -1)
-        return q, torch.cat([k_nope, k_rope], -1), v
+        latent = _norm(mla.kv_norm, f"{at}.kv_a_norm", latent, w)[:, None]
+        return q, torch.cat([latent, _rotate(rope, k_rope[:, None], 0, positions, length)], -1), latent
+
+    def _of_latents(self, at: str, a: Attention, mla: Mla, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads of what the cache has: of a long query both are made of what it has as keys."""
+        latent, k_rope = k.split([mla.kv_rank, mla.rope_dim], -1)
+        values = latent if count > _FEW_TOKENS else v
+        made = [_linear(f"{at}.kv_b", each[:, 0], self.w).unflatten(-1, (a.heads, -1)) for each in (latent, values)]
+        k_nope = made[0][..., : mla.nope_dim]
+        return torch.cat([k_nope, k_rope.expand(-1, a.heads, -1)], -1), made[1][..., mla.nope_dim :]
 
     def _attention(self, index: int, a: Attention, x: Tensor, sequence: Cached) -> Tensor:
         at = f"layers.{index}"
@@ -291,6 +299,8 @@ class Reference:
             if (earlier := sequence.keys[index]) is not None:
                 k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]
         sequence.keys[index], sequence.values[index] = k, v
+        if a.mla is not None:
+            k, v = self._of_latents(at, a, a.mla, k, v, count)
         group = a.heads // a.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale

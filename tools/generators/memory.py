@@ -37,6 +37,26 @@ MODELS = {
     "Qwen2.5 7B": _llama(3584, 18944, 28, 28, 4, 152064, model_type="qwen2", rms_norm_eps=1e-6),
     "Llama 3.1 8B": _llama(4096, 14336, 32, 32, 8, 128256),
     "Llama 2 13B": _llama(5120, 13824, 40, 40, 40, 32000),
+    "DeepSeek-V2-Lite 16B": _llama(
+        2048,
+        10944,
+        27,
+        16,
+        16,
+        102400,
+        model_type="deepseek_v2",
+        rms_norm_eps=1e-6,
+        moe_intermediate_size=1408,
+        n_shared_experts=2,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    ),
 }
 
 

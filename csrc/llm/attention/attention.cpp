@@ -56,7 +56,7 @@ Division divide(const Query& query, const AttentionShape& shape, const Attention
   d.blocks = divide_up(d.rows, kPrefillRows);
   d.begin_page = first_seen(options, query.position) / kPageTokens;
   d.end_page = divide_up(query.position + query.tokens, kPageTokens);
-  d.parts = query.tokens <= kSplitTokens && !query.whole ? divide_up(d.end_page - d.begin_page, kPartPages) : 1;
+  d.parts = divides_context(query) ? divide_up(d.end_page - d.begin_page, kPartPages) : 1;
   return d;
 }
 
@@ -139,6 +139,8 @@ const AttentionShape& shape_of(const AttentionStep& step) {
 }
 
 }  // namespace
+
+bool divides_context(const Query& query) noexcept { return query.tokens <= kSplitTokens && !query.whole; }
 
 void AttentionScratch::reserve(const AttentionShape& shape, const std::vector<Query>& queries, int threads) {
   const HeadLayout layout = head_layout(shape, CacheFormat::f32);

@@ -92,6 +92,8 @@ class KvCache final : public Sequences {
   // Lowers the limit; one that is lower already stays.
   void set_limit_pages(size_t pages);
 
+  CacheFormat format() const;
+
   // Kernels below.
   struct Impl;
   Impl& impl() const { return *impl_; }
@@ -109,6 +111,9 @@ struct Query {
   bool whole = false;   // however few they are, the context is not divided: as a part of a long prompt
   bool shared = false;  // another query of the step sees these tokens, so they are in the cache before any attends
 };
+
+// Whether threads divide the query's context among them: it has few tokens, and is no part of a long prompt.
+bool divides_context(const Query& query) noexcept;
 
 // One layer's part of a step, shared by the threads of a team. Vectors are sized before the threads start.
 struct AttentionStep {

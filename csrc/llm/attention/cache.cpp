@@ -312,6 +312,8 @@ std::vector<uint8_t*> KvCache::pages(int sequence, int64_t first, int64_t count)
   return {data.begin() + first, data.begin() + first + count};
 }
 
+CacheFormat KvCache::format() const { return impl_->format; }
+
 float* KvCache::state(int sequence) const { return impl_->at(sequence).state->data; }
 
 size_t KvCache::extend_bytes(int sequence, int64_t tokens) const {

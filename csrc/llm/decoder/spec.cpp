@@ -58,7 +58,7 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
   if (a.mla) {
     in_range(where, "mla.q_rank", a.mla->q_rank, 0);
     in_range(where, "mla.kv_rank", a.mla->kv_rank, 1);
-    in_range(where, "mla.nope_dim", a.mla->nope_dim, 0, a.head_dim);
+    in_range(where, "mla.nope_dim", a.mla->nope_dim, 1, a.head_dim);
     in_range(where, "mla.rope_dim", a.mla->rope_dim, 0, a.head_dim);
     if (a.mla->nope_dim + a.mla->rope_dim != a.head_dim || a.kv_heads != a.heads)
       fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
@@ -225,8 +225,16 @@ void check(const DecoderSpec& spec) {
     if (!rope.long_inv_freq.empty() && rope.long_inv_freq.size() != rope.inv_freq.size())
       fail("", "long_inv_freq and inv_freq have different sizes");
   }
-  for (size_t i = 0; i < spec.layers.size(); ++i)
-    check_layer("layer " + std::to_string(i) + ": ", spec.layers[i], spec);
+  const AttentionSpec* latent = nullptr;
+  for (size_t i = 0; i < spec.layers.size(); ++i) {
+    const std::string where = "layer " + std::to_string(i) + ": ";
+    check_layer(where, spec.layers[i], spec);
+    if (!spec.layers[i].attention || !spec.layers[i].attention->mla) continue;
+    const AttentionSpec& a = *spec.layers[i].attention;
+    if (latent == nullptr) latent = &a;
+    if (a.heads != latent->heads || a.head_dim != latent->head_dim || a.value_dim != latent->value_dim)
+      fail(where, "mla has other heads than a layer before");
+  }
 }
 
 }  // namespace anyaccel::llm

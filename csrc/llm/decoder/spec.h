@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "llm/attention/attention.h"
 #include "llm/kernels/ops.h"
 #include "llm/pack/matrix.h"
 
@@ -283,6 +284,12 @@ inline int64_t product(int64_t a, int64_t b) {
 inline int64_t qkv_rows(const AttentionSpec& a) {
   return product(a.heads, a.head_dim) + (a.own_keys() ? product(a.kv_heads, int64_t{a.head_dim} + a.value_dim) : 0) +
          (a.gated ? product(a.heads, a.value_dim) : 0);
+}
+
+// What the cache has of a layer: with latent attention the latent and the rotated part of keys, once for all heads.
+inline AttentionShape cache_shape(const AttentionSpec& a) {
+  if (a.mla) return {a.heads, 1, a.mla->kv_rank + a.mla->rope_dim, a.mla->kv_rank};
+  return {a.heads, a.kv_heads, a.head_dim, a.value_dim};
 }
 
 inline int64_t result_width(const LinearAttentionSpec& a) { return product(a.heads, a.value_dim); }

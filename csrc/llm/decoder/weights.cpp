@@ -619,7 +619,7 @@ void Weights::set_vector(const std::string& name, int64_t first, int64_t count, 
   mark(slot, first, count);
 }
 
-void Weights::finish() {
+void Weights::finish(const DecoderSpec& spec, Team& team) {
   size_t missing = 0;
   std::string first;
   for (const auto& [name, slot] : slots_) {
@@ -634,6 +634,8 @@ void Weights::finish() {
     order_taps(layer);
     if (!layer.mix_select.w.empty()) order_rates(layer);
   }
+  for (size_t i = 0; i < layers.size(); ++i)
+    if (!layers[i].kv_b.w.empty()) divide_heads(*spec.layers[i].attention, layers[i], team);
   finished_ = true;
   slots_.clear();
 }
@@ -642,6 +644,48 @@ void Weights::borrow(const Weights& model, const std::vector<int32_t>& tokens) {
   embed = model.embed;
   head_tokens = tokens;
   if (tokens.empty()) head = model.head;
+}
+
+// Heads whose rows begin with a block are views of it; others, of models that nobody runs, are copies.
+void Weights::divide_heads(const AttentionSpec& spec, LayerWeights& layer, Team& team) {
+  const Matrix& all = layer.kv_b.w;
+  const int64_t nope = spec.mla->nope_dim, rank = spec.mla->kv_rank, both = nope + spec.value_dim;
+  const bool views = nope % kBlockRows == 0 && spec.value_dim % kBlockRows == 0;
+  // Rounded to 8 bits, the transpose of quantised rows loses little.
+  const Format own = all.shape().format;
+  const Shape transposed{is_quantised(own) ? Format::i8 : own, rank, nope, is_quantised(own) ? 32 : 0};
+  layer.latent_heads.resize(static_cast<size_t>(spec.heads));
+  std::mutex mutex;
+  std::exception_ptr failure;
+  team.run([&](int thread) {
+    try {
+      const Range heads = part_of(spec.heads, thread, team.size());
+      std::vector<float> rows(static_cast<size_t>(both * rank));
+      for (int64_t head = heads.begin; head < heads.end; ++head) {
+        LatentHead& to = layer.latent_heads[static_cast<size_t>(head)];
+        for (int64_t r = 0; r < both; ++r) all.row(head * both + r, &rows[static_cast<size_t>(r * rank)]);
+        const auto floats = static_cast<int64_t>(sizeof(float));
+        if (nope > 0) {
+          to.absorb = Matrix(transposed);
+          to.absorb.set_rows(0, rank, {rows.data(), SourceType::f32, floats, rank * floats});
+        }
+        if (views) {
+          to.keys = all.view(head * both, nope);
+          to.values = all.view(head * both + nope, spec.value_dim);
+          continue;
+        }
+        to.keys = Matrix({Format::f32, nope, rank});
+        to.keys.set_rows(0, nope, {rows.data(), SourceType::f32, rank * floats, 0});
+        to.values = Matrix({Format::f32, spec.value_dim, rank});
+        to.values.set_rows(0, spec.value_dim,
+                           {&rows[static_cast<size_t>(nope * rank)], SourceType::f32, rank * floats, 0});
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
 }
 
 // Checkpoints have a channel's taps one after another; a step reads all channels' of one tap.

@@ -55,12 +55,20 @@ struct MlpWeights {
   Activation activation = Activation::silu;
 };
 
+// What multi-head latent attention multiplies with, of one head: parts of kv_b, and its keys' part transposed.
+struct LatentHead {
+  Matrix absorb;  // [kv_rank, nope_dim]
+  Matrix keys;    // [nope_dim, kv_rank]
+  Matrix values;  // [value_dim, kv_rank]
+};
+
 struct LayerWeights {
   Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm;
   LinearWeights qkv, o;
   LinearWeights v;                     // of values in another format than queries and keys; else they are in qkv
   LinearWeights q_a, q_b, kv_a, kv_b;  // MLA; queries without a latent have no q_a
   Norm q_norm, k_norm, q_a_norm, kv_a_norm;
+  std::vector<LatentHead> latent_heads;
   const float* sinks = nullptr;
   // Recurrent mixers. `mix_in` of a short convolution is x, `mix_gates` b and c; of linear attention it is queries,
   // keys, values and the gate. `taps`: the convolution's weights [kernel, channels], from those that are listed.
@@ -120,7 +128,7 @@ class Weights {
   void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
                   int64_t stride, float plus);
   // Throws ModelError when something was not set.
-  void finish();
+  void finish(const DecoderSpec& spec, Team& team);
 
   // Of a head that drafts: embedding and head are those of `model`.
   // `tokens`: those of its own head, if it has one.
@@ -164,6 +172,7 @@ class Weights {
 
   static void order_taps(LayerWeights& layer);
   static void order_rates(LayerWeights& layer);
+  static void divide_heads(const AttentionSpec& spec, LayerWeights& layer, Team& team);
   Slot& find(const std::string& name, bool matrix, int64_t first, int64_t count);
   void mark(Slot& slot, int64_t first, int64_t count);
   template <class Fn>

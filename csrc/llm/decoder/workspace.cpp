@@ -48,8 +48,10 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       most(out, static_cast<int64_t>(a.heads) * a.value_dim);
       if (a.mla) {
         most(latent, std::max<int64_t>(a.mla->q_rank, a.mla->kv_rank + a.mla->rope_dim));
-        most(kv_b, static_cast<int64_t>(a.heads) * (a.mla->nope_dim + a.value_dim));
-        most(keys, static_cast<int64_t>(a.heads) * (a.head_dim + a.value_dim));
+        most(keys, int64_t{a.mla->kv_rank} + a.mla->rope_dim);
+        most(absorbed, a.heads * (int64_t{a.mla->kv_rank} + a.mla->rope_dim));
+        most(latent_out, int64_t{a.heads} * a.mla->kv_rank);
+        most(made, int64_t{a.head_dim} + a.value_dim);
       }
     }
     if (layer.short_conv) {
@@ -91,8 +93,8 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
 }
 
 int64_t Widths::token_floats() const {
-  return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + kv_b + keys + out + (gated ? 2 : 1) * features +
-         router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
+  return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + keys + out + (gated ? 2 : 1) * features + router +
+         (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
          draft_vocab;
 }
 
@@ -112,8 +114,10 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.qkv = rows(wanted, widths.qkv);
   next.latent = rows(wanted, widths.latent);
   next.second_latent = rows(wanted, widths.latent);
-  next.kv_b = rows(wanted, widths.kv_b);
   next.keys = rows(wanted, widths.keys);
+  next.absorbed = rows(kLatentTokens, widths.absorbed);
+  next.latent_out = rows(kLatentTokens, widths.latent_out);
+  next.latent_tile = rows(kLatentTile, widths.keys);
   next.out = rows(wanted, widths.out);
   next.mixed = rows(wanted, widths.mixed);
   if (widths.two_gates)
@@ -137,6 +141,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
     one.fused = rows(kGemvTokens, widths.fused);
+    one.made_rows = rows(kLatentTile, widths.made);
     one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
     if (widths.key_dim > 0) one.head_keys = Buffer(kHeadTokens * head_scratch(widths.key_dim));
     if (widths.own_norm) one.mixer_out = rows(kGemvTokens, widths.mixer_out);

@@ -77,13 +77,19 @@ struct Routing {
   void sort(int64_t tokens, const MoeSpec& moe) noexcept;
 };
 
+// Multi-head latent attention: tokens whose queries are brought to latents at once, and latents that heads' keys are
+// made of at once.
+constexpr int64_t kLatentTokens = 64, kLatentTile = 512;
+
 // The widths that a model's steps need, in floats.
 struct Widths {
-  int64_t hidden = 0;      // of the residual
-  int64_t qkv = 0;         // queries, keys, values
-  int64_t latent = 0;      // MLA: the larger latent, with the rotated part
-  int64_t kv_b = 0;        // MLA
-  int64_t keys = 0;        // MLA: keys and values of all heads
+  int64_t hidden = 0;    // of the residual
+  int64_t qkv = 0;       // queries, keys, values
+  int64_t latent = 0;    // MLA: the larger latent, with the rotated part
+  int64_t keys = 0;      // MLA: the latent and the rotated part
+  int64_t absorbed = 0;  // MLA: queries of all heads for those, and what they see of latents
+  int64_t latent_out = 0;
+  int64_t made = 0;        // MLA: a key and a value of one head
   int64_t out = 0;         // of attention
   int64_t mixed = 0;       // of a recurrent mixer: what it makes of its input
   int64_t steps = 0;       // and of linear attention, the inputs of steps and strengths
@@ -110,6 +116,7 @@ struct Workspace {
   // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
     Buffer residual, x, second_x, heads, latent, row, fused;
+    Buffer made_rows;             // of kLatentTile tokens
     Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
     Inputs inputs;
     Routing routing;
@@ -118,7 +125,8 @@ struct Workspace {
     std::vector<int32_t> late;
   };
 
-  Buffer residual, x, second_x, qkv, latent, second_latent, kv_b, keys, out, gate, up, router, expert_out, layer_inputs;
+  Buffer residual, x, second_x, qkv, latent, second_latent, keys, out, gate, up, router, expert_out, layer_inputs;
+  Buffer absorbed, latent_out, latent_tile;  // of kLatentTokens and kLatentTile tokens
   Buffer mixed, mix_gates[2], steps, mixer_out, fused, draft_logits;
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it
   Inputs inputs;

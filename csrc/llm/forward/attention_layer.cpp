@@ -12,13 +12,12 @@ namespace {
 // Up to so many floats every thread turns all heads for itself: less than what a barrier costs.
 constexpr int64_t kPrivateFloats = 8192;
 
-// Queries of a token whose spec has a growth: see Attention in spec/decoder.py.
-float growth_at(const AttentionSpec& spec, int64_t position) noexcept {
+}  // namespace
+
+float StepThread::growth_at(const AttentionSpec& spec, int64_t position) noexcept {
   const auto times = static_cast<float>((position + spec.growth_first) / spec.growth_from);
   return 1.0f + spec.growth * std::log1p(times);
 }
-
-}  // namespace
 
 void StepThread::project(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
   const float* fused = small_ ? own_.fused.get() : shared_.fused.get();
@@ -29,80 +28,6 @@ void StepThread::project(const AttentionSpec& spec, const LayerWeights& weights)
   if (weights.v.w.empty()) return;
   const Input& in_of_values = input(weights.v.w.shape(), x, stride, tokens_);
   multiply_into(weights.v, in_of_values, shared_.qkv.get() + weights.qkv.w.shape().rows, qkv_stride_);
-}
-
-// Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed.
-void StepThread::project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept {
-  const MlaSpec& mla = *spec.mla;
-  const int64_t stride = padded_stride(forward_.widths_.latent);
-  const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
-  float* q_latent = shared_.latent.get();
-  float* kv_latent = shared_.second_latent.get();
-  const bool latent_queries = mla.q_rank > 0;
-  if (latent_queries)
-    multiply_into(weights.q_a, input(weights.q_a.w.shape(), x_, hidden_stride_, tokens_), q_latent, stride);
-  else
-    multiply_into(weights.q_b, input(weights.q_b.w.shape(), x_, hidden_stride_, tokens_), shared_.qkv.get(),
-                  qkv_stride_);
-  multiply_into(weights.kv_a, input(weights.kv_a.w.shape(), x_, hidden_stride_, tokens_), kv_latent, stride);
-  barrier(Work::qkv);
-  // Where the normed latents go. In small steps every thread norms all for itself. In large ones the queries' latents
-  // are normed in place, and the keys' latents take that place once the queries have been made.
-  float* normed = small_ ? own_.latent.get() : shared_.latent.get();
-  if (latent_queries) {
-    for (int64_t t = mine_.begin; t < mine_.end; ++t)
-      norm(weights.q_a_norm, q_latent + t * stride, mla.q_rank, normed + t * stride);
-    fresh();
-    multiply_into(weights.q_b, input(weights.q_b.w.shape(), normed, stride, tokens_), shared_.qkv.get(), qkv_stride_);
-  }
-  for (int64_t t = mine_.begin; t < mine_.end; ++t)
-    norm(weights.kv_a_norm, kv_latent + t * stride, mla.kv_rank, normed + t * stride);
-  fresh();
-  multiply_into(weights.kv_b, input(weights.kv_b.w.shape(), normed, stride, tokens_), shared_.kv_b.get(), kv_b_stride);
-}
-
-// Queries, keys and values of all heads from the products: every thread a part of (token, head).
-void StepThread::assemble_latent(size_t index, AttentionStep& step) noexcept {
-  const AttentionSpec& spec = *spec_.layers[index].attention;
-  const MlaSpec& mla = *spec.mla;
-  const int64_t kv_b_stride = padded_stride(forward_.widths_.kv_b);
-  const int64_t latent_stride = padded_stride(forward_.widths_.latent);
-  const int64_t keys_stride = padded_stride(forward_.widths_.keys);
-  const RopeSpec* rope_spec = spec.rope < 0 ? nullptr : &spec_.ropes[static_cast<size_t>(spec.rope)];
-  float* rotated = own_.row.get();  // the part of a key that all heads share
-  const Range own = part_of(tokens_ * spec.heads, thread_, threads_);
-  int64_t rotated_token = -1;
-  for (int64_t item = own.begin; item < own.end; ++item) {
-    const int64_t t = item / spec.heads, head = item % spec.heads;
-    const Rotation* rotation =
-        rope_spec == nullptr ? nullptr : &forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
-    const int half = rope_spec == nullptr ? 0 : static_cast<int>(rope_spec->inv_freq.size());
-    if (t != rotated_token) {
-      rotated_token = t;
-      std::memcpy(rotated, shared_.second_latent.get() + t * latent_stride + mla.kv_rank,
-                  static_cast<size_t>(mla.rope_dim) * sizeof(float));
-      if (rotation != nullptr)
-        rope(rotated + std::max(rope_spec->first - mla.nope_dim, 0), 1, mla.rope_dim, rotation->cosine, rotation->sine,
-             half, rope_spec->interleaved);
-    }
-    float* q = shared_.qkv.get() + t * qkv_stride_ + head * spec.head_dim;
-    if (rotation != nullptr)
-      rope(q + rope_spec->first, 1, spec.head_dim, rotation->cosine, rotation->sine, half, rope_spec->interleaved);
-    if (spec.growth != 0) scale(q, growth_at(spec, forward_.positions_[static_cast<size_t>(t)]), spec.head_dim);
-    const float* from = shared_.kv_b.get() + t * kv_b_stride + head * (mla.nope_dim + spec.value_dim);
-    float* key = shared_.keys.get() + t * keys_stride + head * spec.head_dim;
-    float* value =
-        shared_.keys.get() + t * keys_stride + static_cast<int64_t>(spec.heads) * spec.head_dim + head * spec.value_dim;
-    std::memcpy(key, from, static_cast<size_t>(mla.nope_dim) * sizeof(float));
-    std::memcpy(key + mla.nope_dim, rotated, static_cast<size_t>(mla.rope_dim) * sizeof(float));
-    std::memcpy(value, from + mla.nope_dim, static_cast<size_t>(spec.value_dim) * sizeof(float));
-  }
-  step.q = shared_.qkv.get();
-  step.q_stride = qkv_stride_;
-  step.k = shared_.keys.get();
-  step.v = shared_.keys.get() + static_cast<int64_t>(spec.heads) * spec.head_dim;
-  step.k_stride = step.v_stride = keys_stride;
-  barrier(Work::heads);
 }
 
 // One norm over all heads, which other ranks have a part of: sums of squares (and of values, for layer norms) first.
@@ -223,6 +148,19 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
     barrier(Work::heads);
 }
 
+void StepThread::attend_standard(size_t index, AttentionStep& step) noexcept {
+  rotate_standard(index, step);
+  if (needs_append(step)) {
+    append(step, thread_, threads_);
+    barrier(Work::append);
+  }
+  attend(step, forward_.scratch_, thread_, threads_);
+  barrier(Work::attend);
+  if (!needs_combine(step, threads_)) return;
+  combine(step, forward_.scratch_, thread_, threads_);
+  barrier(Work::attend);
+}
+
 // The gates are behind the values, in the product that has them all.
 void StepThread::gate_attention(size_t index) noexcept {
   const AttentionSpec& spec = *spec_.layers[index].attention;
@@ -274,19 +212,9 @@ void StepThread::attention(size_t index) noexcept {
   step.out = shared_.out.get();
   step.out_stride = padded_stride(forward_.widths_.out);
   if (spec.mla)
-    assemble_latent(index, step);
+    attend_latent(index, step);
   else
-    rotate_standard(index, step);
-  if (needs_append(step)) {
-    append(step, thread_, threads_);
-    barrier(Work::append);
-  }
-  attend(step, forward_.scratch_, thread_, threads_);
-  barrier(Work::attend);
-  if (needs_combine(step, threads_)) {
-    combine(step, forward_.scratch_, thread_, threads_);
-    barrier(Work::attend);
-  }
+    attend_standard(index, step);
   if (spec.gated) gate_attention(index);
   fresh();
   const Input& in = input(weights.o.w.shape(), step.out, step.out_stride, tokens_);

@@ -66,9 +66,9 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   add_shape(shapes_, weights.fuse.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
-         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router,
-          &layer.shared_gate, &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select,
-          &layer.mix_step_up, &layer.mix_out})
+         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.router, &layer.shared_gate,
+          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
+          &layer.mix_out})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
@@ -88,6 +88,17 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   int with_attention = 0;
   for (const LayerSpec& layer : spec.layers) cache_layers_.push_back(layer.attention ? with_attention++ : -1);
   if (spec.is_encoder()) std::fill(cache_layers_.begin(), cache_layers_.end(), 0);  // nothing is seen by later steps
+}
+
+void Forward::add_latent_heads() {
+  std::vector<Shape> kinds;
+  for (const LayerWeights& layer : weights_.layers)
+    for (const LatentHead& head : layer.latent_heads) {
+      add_shape(shapes_, head.absorb);
+      add_shape(shapes_, head.values);
+      add_shape(kinds, head.keys);
+    }
+  latent_inputs_.reserve(kinds, kLatentTile);
 }
 
 void Forward::add_head() { add_shape(shapes_, weights_.head.w); }
@@ -117,13 +128,49 @@ void Forward::prepare(const StepTokens& step) {
   if (states_.floats > 0) find_spans(step);
   if (spec_.relative_bias)
     for (const Query& query : step.queries) spread_bias(query.tokens);
+  if (widths_.absorbed > 0) prepare_latent(step);
   AttentionShape last{};
   for (const LayerSpec& layer : spec_.layers) {
     if (!layer.attention) continue;
     const AttentionSpec& a = *layer.attention;
-    const AttentionShape shape{a.heads, a.kv_heads, a.head_dim, a.value_dim};
+    const AttentionShape shape = cache_shape(a);
     if (!(shape == last)) scratch_.reserve(shape, step.queries, team_.size());
     last = shape;
+  }
+}
+
+void Forward::prepare_latent(const StepTokens& step) {
+  latent_queries_ = step.queries;
+  latent_runs_.clear();
+  long_queries_.clear();
+  int64_t longest = 0;
+  for (Query& query : latent_queries_) {
+    query.shared = true;  // append() writes all
+    if (!divides_context(query)) {
+      long_queries_.push_back(query);
+      longest = std::max(longest, query.position + query.tokens);
+      continue;
+    }
+    const bool follows = !latent_runs_.empty() && latent_runs_.back().row + latent_runs_.back().tokens == query.row &&
+                         latent_runs_.back().tokens + query.tokens <= kLatentTokens;
+    if (!follows) latent_runs_.push_back({query.row, 0, {}});
+    LatentRun& run = latent_runs_.back();
+    run.queries.push_back(query);
+    run.queries.back().row = static_cast<int>(query.row - run.row);
+    run.tokens += query.tokens;
+  }
+  if (longest == 0) return;
+  constexpr size_t kMostBytes = size_t{256} << 20;  // of made keys, all threads together
+  made_.resize(static_cast<size_t>(team_.size()));
+  for (const LayerSpec& layer : spec_.layers) {
+    if (!layer.attention || !layer.attention->mla) continue;
+    const AttentionSpec& a = *layer.attention;
+    const CacheFormat format = cache_.format();
+    const size_t head_bytes = MadeKeys::token_bytes(a.head_dim, a.value_dim, format) * static_cast<size_t>(longest);
+    const auto fitting = static_cast<int>(kMostBytes / head_bytes) / team_.size();
+    made_heads_ = std::clamp(fitting, 1, (a.heads + team_.size() - 1) / team_.size());
+    for (MadeKeys& made : made_) made.reserve(a.head_dim, a.value_dim, format, made_heads_, longest);
+    break;  // all layers have the same heads: check()
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "common/team.h"
 #include "llm/attention/attention.h"
+#include "llm/attention/made_keys.h"
 #include "llm/decoder/profile.h"
 #include "llm/decoder/rope.h"
 #include "llm/decoder/spec.h"
@@ -73,6 +74,8 @@ class Forward {
 
   // Of a head that drafts, once its weights have been borrowed.
   void add_head();
+  // Once the weights are complete: what is made of those of latent attention.
+  void add_latent_heads();
 
   // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
   // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then undefined.
@@ -90,7 +93,15 @@ class Forward {
     float* state;
   };
 
+  // Queries of few tokens whose rows follow each other, at most kLatentTokens in all; their rows count from `row`.
+  struct LatentRun {
+    int64_t row, tokens;
+    std::vector<Query> queries;
+  };
+
   void prepare(const StepTokens& step);
+  // Divides the queries by how latent attention computes them.
+  void prepare_latent(const StepTokens& step);
   void find_spans(const StepTokens& step);
   // Room for sequences of `length` tokens in distances_.
   void spread_bias(int64_t length);
@@ -109,6 +120,9 @@ class Forward {
   int64_t most_tokens_;
   Workspace workspace_;
   AttentionScratch scratch_;
+  Inputs latent_inputs_;        // of latents, for the weights of heads
+  std::vector<MadeKeys> made_;  // of each thread
+  int made_heads_ = 1;          // that each thread makes keys of at once
   std::vector<RopeTable> ropes_;
   const StateLayout states_;
   std::vector<int> cache_layers_;  // of each layer with attention: its number in the cache
@@ -117,13 +131,15 @@ class Forward {
   int64_t distances_length_ = 0;
 
   // State of the current run.
-  std::vector<int64_t> positions_;                // of each token
-  std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
-  std::vector<Span> spans_;                       // where there are recurrent mixers
-  std::vector<size_t> next_experts_;              // of each layer, the next layer with experts; 0: none
-  std::vector<float> likely_logits_;              // where experts stay in a file: of a later layer's router
-  unsigned turn_ = 0;                             // of the ranks' slots, from run to run
-  std::exception_ptr failure_;                    // of an exchange
+  std::vector<int64_t> positions_;                    // of each token
+  std::vector<std::vector<Rotation>> rotations_;      // [rope][token]
+  std::vector<Query> latent_queries_, long_queries_;  // of latent attention: all, and long ones
+  std::vector<LatentRun> latent_runs_;                // and the others
+  std::vector<Span> spans_;                           // where there are recurrent mixers
+  std::vector<size_t> next_experts_;                  // of each layer, the next layer with experts; 0: none
+  std::vector<float> likely_logits_;                  // where experts stay in a file: of a later layer's router
+  unsigned turn_ = 0;                                 // of the ranks' slots, from run to run
+  std::exception_ptr failure_;                        // of an exchange
 };
 
 }  // namespace anyaccel::llm

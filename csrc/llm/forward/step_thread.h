@@ -49,13 +49,28 @@ class StepThread {
 
   // --- attention_layer.cpp
   void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
-  void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void attention(size_t index) noexcept;
   void gate_attention(size_t index) noexcept;
   void rotate_standard(size_t index, AttentionStep& step) noexcept;
   void norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept;
   void sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept;
-  void assemble_latent(size_t index, AttentionStep& step) noexcept;
+  void attend_standard(size_t index, AttentionStep& step) noexcept;
+  // Queries of a token whose spec has a growth are multiplied by it: see Attention in spec/decoder.py.
+  static float growth_at(const AttentionSpec& spec, int64_t position) noexcept;
+
+  // --- latent_attention.cpp
+  using LatentRun = Forward::LatentRun;
+  void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void rotate_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  template <class MatrixOf>
+  void multiply_heads(int heads, int64_t tokens, const float* x, int64_t x_stride, int64_t x_head, float* out,
+                      int64_t out_stride, int64_t out_head, const MatrixOf& matrix_of) noexcept;
+  // Of the few tokens of a run, and of one long query.
+  void attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
+                      const LatentRun& run) noexcept;
+  void attend_made(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
+                   const Query& query) noexcept;
+  void attend_latent(size_t index, AttentionStep& step) noexcept;
 
   // --- recurrent_layer.cpp; `which`: the delta that it makes
   Range channels_of(const Shape& in, int64_t channels) const noexcept;

@@ -25,7 +25,8 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
     if (!layer.attention) continue;
     const AttentionSpec& a = *layer.attention;
     const int source = a.own_keys() ? -1 : places[static_cast<size_t>(a.kv_layer - spec.first_layer)];
-    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim, source});
+    shapes.push_back(cache_shape(a));
+    shapes.back().same_as = source;
   }
   return shapes;
 }
@@ -120,7 +121,8 @@ std::optional<ExpertCache::Stats> DecoderModel::expert_stats() {
 void DecoderModel::finish() {
   const auto held = lock();
   if (finished_) return;
-  weights_.finish();
+  weights_.finish(spec_, team_);
+  forward_.add_latent_heads();
   finished_ = true;
 }
 

@@ -98,6 +98,15 @@ Matrix::Matrix(const Shape& shape, std::shared_ptr<void> owner, uint8_t* data)
     throw std::invalid_argument("weight matrix: its memory must be aligned to 64 bytes");
 }
 
+Matrix Matrix::view(int64_t first, int64_t rows) const {
+  if (first % kBlockRows != 0 || first < 0 || rows < 1 || rows > shape_.rows - first)
+    throw std::invalid_argument("weight matrix: no view of rows " + std::to_string(first) + " + " +
+                                std::to_string(rows));
+  Shape shape = shape_;
+  shape.rows = rows;
+  return {shape, owner_, data_ + shape_.block_bytes() * static_cast<size_t>(first / kBlockRows)};
+}
+
 Matrix::Matrix(const Shape& shape) : shape_(shape) {
   check(shape);
   owner_ = allocate_weights(shape.bytes());

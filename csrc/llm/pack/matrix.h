@@ -96,6 +96,8 @@ class Matrix {
   const Shape& shape() const { return shape_; }
   const uint8_t* block(int64_t index) const { return data_ + shape_.block_bytes() * static_cast<size_t>(index); }
   bool empty() const { return data_ == nullptr; }
+  // Some of its rows, from the first one of a block on.
+  Matrix view(int64_t first, int64_t rows) const;
 
   // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source that the
   // matrix's format holds is kept bit by bit: blocks of 32 in i8 of 16 or 32, q4_0 and q4_1 also in i4 of 32; q4_1

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("anyaccel.serve")
 
-_LAYOUT = 1  # raise it when the layout of pages in memory changes
+_LAYOUT = 2  # raise it when the layout of pages in memory changes
 _MAGIC = b"anyaccel"
 _TRAILER = struct.Struct("<8s16sI4x")
 _ALIGNED = 4096
