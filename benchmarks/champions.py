@@ -40,7 +40,7 @@ class Shape:
     Attributes:
         experts: and how many of them a token uses; 0: a dense MLP.
         latent: of multi-head latent attention (DeepSeek): the rank of keys and values, the dimensions with rotary
-            positions and those without; `head` is then a value's.
+            positions and those without; `head` is then a value's, and `q_rank` the rank of queries.
         dense: the first layers with a dense MLP of `feed_forward`, the others having experts of `expert`.
         sinks: attention sinks, biases and a window of 128 in every second layer (gpt-oss).
         normed: RMS norms of each head's queries and keys (Qwen3).
@@ -59,6 +59,7 @@ class Shape:
     expert: int = 0
     shared: int = 0
     latent: tuple[int, int, int] = (0, 0, 0)
+    q_rank: int = 0
     dense: int = 0
     sinks: bool = False
     normed: bool = False
@@ -72,8 +73,8 @@ SHAPES = {
     "llama-70b": Shape("llama", 2, 8192, 28672, 64, 8, 128, 32000),
     "qwen3-30b-a3b": Shape("qwen3moe", 8, 2048, 6144, 32, 4, 128, 32000, 128, 8, 768, normed=True),
     "gpt-oss-20b": Shape("gpt-oss", 6, 2880, 2880, 64, 8, 64, 32000, 32, 4, 2880, sinks=True),
-    "deepseek-v2-lite": Shape(
-        "deepseek2", 4, 2048, 10944, 16, 16, 128, 32000, 64, 6, 1408, 2, latent=(512, 64, 128), dense=1
+    "glm-4.7-flash": Shape(
+        "deepseek2", 4, 2048, 10240, 20, 20, 256, 32000, 64, 4, 1536, 1, latent=(512, 64, 192), q_rank=768, dense=1
     ),
 }
 
@@ -132,6 +133,7 @@ def _metadata(shape: Shape) -> dict[str, int | float]:
         rank, rotary, plain = shape.latent
         found |= {
             "attention.head_count_kv": 1,
+            "attention.q_lora_rank": shape.q_rank,
             "attention.kv_lora_rank": rank,
             "attention.key_length": rank + rotary,
             "attention.value_length": rank,
@@ -160,7 +162,9 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attn_norm.weight", (shape.hidden,)
     if any(shape.latent):
         rank, rotary, plain = shape.latent
-        yield "attn_q.weight", (shape.heads * (plain + rotary), shape.hidden)
+        yield "attn_q_a.weight", (shape.q_rank, shape.hidden)
+        yield "attn_q_a_norm.weight", (shape.q_rank,)
+        yield "attn_q_b.weight", (shape.heads * (plain + rotary), shape.q_rank)
         yield "attn_kv_a_mqa.weight", (rank + rotary, shape.hidden)
         yield "attn_kv_a_norm.weight", (rank,)
         yield "attn_k_b.weight", (shape.heads, rank, plain)

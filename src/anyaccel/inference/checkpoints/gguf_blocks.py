@@ -158,7 +158,10 @@ class GgufBlocks:
 
 @dataclass(frozen=True)
 class TransposedBlocks:
-    """The transpose of a quantised matrix: its blocks run along the columns here, where only floats can be taken."""
+    """The transpose of a quantised matrix: its blocks run along the columns here, and its values are rounded to 8 bits.
+
+    Latent attention (DeepSeek) has the keys' part of kv_b so, of which a GGUF file has the transpose.
+    """
 
     stored: GgufBlocks
     transposed: bool = True
@@ -177,11 +180,23 @@ class TransposedBlocks:
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[::-1]
 
-    def format(self, _cols: range) -> Format:
-        return ("bf16", 0, False)
+    def format(self, cols: range) -> Format:
+        group = next((each for each in (32, 16) if cols.start % each == 0), 0)
+        return ("i8", group, False) if group else ("bf16", 0, False)
 
     def will_need(self) -> None:
         self.stored.will_need()
+
+    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
+        """As `ConvertedTensor` has it: int8, with the scale that the largest value of a group has."""
+        import numpy
+
+        floats = self.floats(rows, cols)
+        padded = numpy.pad(floats, ((0, 0), (0, -len(cols) % group))).reshape(len(floats), -1, group)
+        scales = (numpy.abs(padded).max(-1) / 127).astype(numpy.float16).astype(numpy.float32)
+        inverse = numpy.divide(1, scales, out=numpy.zeros_like(scales), where=scales != 0)
+        q = numpy.clip(numpy.rint(padded * inverse[..., None]), -127, 127).astype(numpy.int8)
+        return numpy.ascontiguousarray(q.reshape(len(floats), -1)[:, : len(cols)]), scales, None
 
     def floats(self, rows: Any, cols: range) -> Any:
         """float32 [rows, cols]."""
