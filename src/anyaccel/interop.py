@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""anyaccel beside other frameworks: our accelerator in a DeepSpeed that is installed."""
+"""anyaccel beside other frameworks: our accelerator, collectives and ops in DeepSpeed and Lightning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import CompatError
+from anyaccel.lightning import use_in_lightning
 
 if TYPE_CHECKING:
     from anyaccel.accelerator import Accelerator
 
-__all__ = ["use_in_deepspeed"]
+__all__ = ["use_in_deepspeed", "use_in_lightning"]
 
 
 # DeepSpeed's wrapper of oneCCL calls another interface than our op has; without it, its `ccl` is torch's: our groups.

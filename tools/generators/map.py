@@ -10,7 +10,7 @@ from generators import DOCS
 
 # From the top. tests/unit/test_pages.py sees that each part is there.
 LAYERS = [
-    ("what a user calls", ["cli", "compat", "interop", "cuda", "serve", "bench", "report"]),
+    ("what a user calls", ["cli", "compat", "interop", "lightning", "cuda", "serve", "bench", "report"]),
     ("models", ["inference"]),
     ("between processes, and files", ["comm", "io"]),
     ("operations", ["ops"]),

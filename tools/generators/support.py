@@ -18,6 +18,7 @@ from typing import Any
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "support.md"
+TRAINING = DOCS / "data" / "deepspeed.json"
 RESULTS = ROOT / "tests" / "machines" / "results.json"
 # Machines that have no row of their own in isa.h, where what is portable runs; models of big-endian ones are refused.
 OTHER_MACHINES = ("riscv64", "ppc64le", "s390x")
@@ -109,6 +110,33 @@ def machines() -> Iterator[str]:
                 yield f"| {case} | {' | '.join(outcome(run.get(shape, {})) for shape in shapes)} |"
 
 
+def deepspeed() -> Iterator[str]:
+    """What tools/deepspeed_matrix.py found: a row for each setting, a column for each number of ranks."""
+    results = json.loads(TRAINING.read_text())
+    settings = results["settings"].values()
+    columns = sorted({ranks for setting in settings for ranks in setting["ranks"]}, key=int)
+    yield f"DeepSpeed {results['versions']['deepspeed']}, torch {results['versions']['torch']}:"
+    yield ""
+    yield f"| setting | {' | '.join('1 rank' if ranks == '1' else f'{ranks} ranks' for ranks in columns)} |"
+    yield "| --- |" + " --- |" * len(columns)
+    for setting in settings:
+        cells = (training(setting["ranks"].get(ranks, {}), setting["limit"]) for ranks in columns)
+        yield f"| {setting['says']} | {' | '.join(cells)} |"
+
+
+def training(found: dict[str, Any], limit: float) -> str:
+    """A cell: the largest relative difference of a loss; what is not within the limit is set in bold."""
+    if "ours" in found:
+        return f"**{found['ours']}**"
+    if "theirs" in found:
+        return f"trains; DeepSpeed's own does not: {found['theirs']}"
+    if "difference" not in found:
+        return ""
+    difference = found["difference"]
+    text = f"{difference:.0e}" if difference else "same bits"
+    return text if difference <= limit else f"**{text}**"
+
+
 def outcome(counts: dict[str, int]) -> str:
     """How a case ended on a machine: the number of variants that passed, and of others if there are any."""
     others = [f"{count} {word}" for word, count in counts.items() if word != "passed"]
@@ -118,4 +146,5 @@ def outcome(counts: dict[str, int]) -> str:
 def files() -> dict[Path, str]:
     text = fill(PAGE.read_text(), "devices", ["", *devices(), ""])
     text = fill(text, "machines", ["", *machines(), ""])
+    text = fill(text, "deepspeed", ["", *deepspeed(), ""])
     return {PAGE: fill(text, "instruction sets", ["", *instruction_sets(), ""])}
