@@ -28,7 +28,7 @@ inline Quads quads_of(IVec line) { return {bits_xor(line, broadcast_byte(static_
 inline IVec dot(IVec sum, Quads w, const int8_t* x) { return dot_bytes(sum, w.v, quad_at(x)); }
 
 struct NibbleSum {
-  static constexpr bool kOf16Bits = true;
+  static constexpr bool kOf16Bits = false;
   IVec v;
   static NibbleSum zero() { return {broadcast(0)}; }
   NibbleSum plus(Nibbles w, const int8_t* x) const {

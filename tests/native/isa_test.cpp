@@ -108,7 +108,7 @@ void test_variants_of_arm() {
   CHECK(gemv(Isa::neon_bf16_i8mm) == gemv(Isa::neon_dot));
   const auto gemm = [](Isa isa, Format format, int group) { return &llm::gemm_kernels(isa, {format, 16, 32, group}); };
   const llm::GemmKernels* floats = &pick<llm::GemmKernels>(Isa::neon);
-  const llm::GemmKernels* dot = find_variant<llm::IntegerGemmKernels>(Isa::neon_dot);
+  const llm::GemmKernels* dot = find_variant<llm::IntegerGemmKernels>(Isa::neon_dot)->find({Format::i8, 16, 32, 0});
   CHECK(gemm(Isa::neon, Format::i8, 0) == floats && gemm(Isa::neon, Format::i4, 32) != floats);
   CHECK(gemm(Isa::neon_dot, Format::i8, 0) == dot && gemm(Isa::neon_dot, Format::i4, 32) == dot);
   CHECK(gemm(Isa::neon_dot, Format::i8, 16) == floats && gemm(Isa::neon_dot, Format::bf16, 0) == floats);
@@ -121,11 +121,13 @@ void test_variants() {
   CHECK(gemv(Isa::avx_vnni) != gemv(Isa::avx2) && gemv(Isa::avx_vnni) != gemv(Isa::avx512));
   CHECK(gemv(Isa::amx) == gemv(Isa::avx512_vnni));
   const auto gemm = [](Isa isa, Format format, int group) { return &llm::gemm_kernels(isa, {format, 16, 32, group}); };
-  const auto* vnni = find_variant<llm::IntegerGemmKernels>(Isa::avx_vnni);
+  const auto find = find_variant<llm::IntegerGemmKernels>(Isa::avx_vnni)->find;
+  const llm::GemmKernels* vnni = find({Format::i8, 16, 32, 0});
   const llm::GemmKernels* floats = &pick<llm::GemmKernels>(Isa::avx2);
   CHECK(gemm(Isa::avx_vnni, Format::i4, 32) == vnni && gemm(Isa::avx_vnni, Format::i8, 0) == vnni);
-  CHECK(gemm(Isa::avx_vnni, Format::i6, 16) == vnni->halves && gemm(Isa::avx_vnni, Format::bf16, 0) == floats);
-  CHECK(gemm(Isa::avx2, Format::i3, 16) != floats && gemm(Isa::avx2, Format::i6, 16) == floats);
+  CHECK(gemm(Isa::avx_vnni, Format::i6, 16)->operands == llm::GemmKernels::Operands::bytes &&
+        gemm(Isa::avx_vnni, Format::bf16, 0) == floats);
+  CHECK(gemm(Isa::avx2, Format::i3, 16) != floats && gemm(Isa::avx2, Format::i6, 16) != floats);
   CHECK(gemm(Isa::avx2, Format::i8, 0) == floats && gemm(Isa::avx2, Format::i4, 32) != vnni);
   CHECK(gemm(Isa::avx512, Format::i8, 0) == &pick<llm::GemmKernels>(Isa::avx512));
 }

@@ -185,11 +185,8 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
   if (fits_pairs)
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
   if (is_quantised(format))
-    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa)) {
-      const FormatRow& row = row_of(format);
-      const GemmKernels* of_group = shape.group == kUnit / 2 ? kernels->halves : kernels;
-      if (of_group != nullptr && (kernels->eight_bits || (row.bits <= 4 && row.codes == nullptr))) return *of_group;
-    }
+    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa))
+      if (const GemmKernels* found = kernels->find(shape)) return *found;
   if (fits_pairs)
     if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
   return pick<GemmKernels>(isa);

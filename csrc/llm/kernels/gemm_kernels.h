@@ -59,9 +59,8 @@ struct GemmKernels {
 };
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.
-struct IntegerGemmKernels : GemmKernels {
-  bool eight_bits;            // whether they are for int8 weights too, or for those of 4 bits only
-  const GemmKernels* halves;  // for weights in groups of 16; null: there are none
+struct IntegerGemmKernels {
+  const GemmKernels* (*find)(const Shape& shape);  // of a quantised format; null: there are none
 
   static constexpr bool compiled_for(const IsaRow& row) {
     return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni ||

@@ -2,8 +2,8 @@
 // ISA: avx2 avx_vnni avx512 avx512_vnni neon
 // Matrix products (gemm) of quantised weights with activations rounded to 8 bits, which have a scale for each token and
 // unit of 32 columns (as in gemv.h): sums of a unit are integers. VNNI multiplies int8 and 4-bit weights at four times
-// the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; int8 ones do not, and are not
-// for here.
+// the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; those of 5 and 6 bits are added
+// up as 32 bits after each two products; int8 and codes are not for here.
 //
 // Weights in groups of 16 have two parts of a unit, each with a scale of its own; others have one part.
 //
@@ -32,8 +32,14 @@ constexpr int kWidth = kBlocks * kRows;                            // rows of a 
 constexpr int kVecs = kWidth / kLanes;                             // vectors of them
 constexpr int64_t kVecBytes = 4 * kLanes;                          // of a line
 constexpr int kAtOnce = sizeof(NibbleSum) > sizeof(IVec) ? 2 : 4;  // tokens whose sums fit the registers
-// Whether there is an instruction for products of bytes, so that int8 weights are for here.
-constexpr bool kBytes = row_of(Isa::ANYACCEL_ISA_VARIANT).variants == Variants::some_kernels;
+
+// Sums of weights of 5 and 6 bits where NibbleSum has 16 bits.
+struct WideSum {
+  IVec v;
+  static WideSum zero() { return {broadcast(int32_t{0})}; }
+  WideSum plus(Nibbles w, const int8_t* x) const { return {add(v, NibbleSum::zero().plus(w, x).total())}; }
+  IVec total() const { return v; }
+};
 
 template <int kParts>
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
@@ -104,17 +110,17 @@ struct PartScales {
 };
 
 // Adds kCount tokens' products over a unit. `held`: the unit's weights, in registers; null: they are loaded.
-template <int kParts, int kCount>
+template <class Sum, int kParts, int kCount>
 inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weights, const PartScales (&scales)[kParts],
                      const uint8_t* x, int token, Sums& sums) {
   const auto* q = reinterpret_cast<const int8_t*>(x + token * kUnit);
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; ++part) {
-    NibbleSum unit[kCount][kVecs];
+    Sum unit[kCount][kVecs];
 #pragma GCC unroll 4
     for (int t = 0; t < kCount; ++t)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) unit[t][v] = NibbleSum::zero();
+      for (int v = 0; v < kVecs; ++v) unit[t][v] = Sum::zero();
 #pragma GCC unroll 4
     for (int j = 0; j < kLines / 2 / kParts; ++j) {
       const int i = part * kLines / 2 / kParts + j;
@@ -143,7 +149,7 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
 
 // A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
 // there are 32 of them, and else the sums of a few tokens.
-template <int kParts>
+template <class Sum, int kParts>
 void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sums& sums) {
   PartScales scales[kParts];
 #pragma GCC unroll 2
@@ -160,10 +166,10 @@ void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sum
     for (int v = 0; v < kVecs; ++v)
 #pragma GCC unroll 4
       for (int i = 0; i < kLines / 2; ++i) held[v][i] = weights.lines(v, i);
-    for (; t < tokens; ++t) add_unit<kParts, 1>(held, weights, scales, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, 1>(held, weights, scales, x, t, sums);
   } else {
-    for (; t + kAtOnce <= tokens; t += kAtOnce) add_unit<kParts, kAtOnce>(nullptr, weights, scales, x, t, sums);
-    for (; t < tokens; ++t) add_unit<kParts, 1>(nullptr, weights, scales, x, t, sums);
+    for (; t + kAtOnce <= tokens; t += kAtOnce) add_unit<Sum, kParts, kAtOnce>(nullptr, weights, scales, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, 1>(nullptr, weights, scales, x, t, sums);
   }
 }
 
@@ -182,7 +188,7 @@ void write(const Sums& sums, int tokens, const GemmTile& to) {
   }
 }
 
-template <int kParts>
+template <class Sum, int kParts>
 void multiply_tile(const uint8_t* x, int tokens, int64_t units, UnitWeights weights, const GemmTile& to) {
   alignas(64) Sums sums;
   for (int t = 0; t < tokens; ++t) {
@@ -190,19 +196,19 @@ void multiply_tile(const uint8_t* x, int tokens, int64_t units, UnitWeights weig
     for (int r = 0; r < kWidth; r += kRows) __builtin_prefetch(to.out + t * to.stride + r, 1);
   }
   for (int64_t u = 0; u < units; ++u, x += kPanelUnit<kParts>, weights.data += kWeightUnit<kParts>)
-    multiply_unit<kParts>(x, tokens, weights, sums);
+    multiply_unit<Sum, kParts>(x, tokens, weights, sums);
   write(sums, tokens, to);
 }
 
 // The last block of a matrix may have no second one: it is multiplied twice, and written once.
-template <int kParts>
+template <class Sum, int kParts>
 void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_t units, const uint8_t* weights,
               int64_t weight_stride, int64_t blocks, const GemmTile& to) {
   (void)total;
   const uint8_t* x = static_cast<const uint8_t*>(panel) + unit * kPanelUnit<kParts>;
   GemmTile tile = to;
   for (int64_t b = 0; b < blocks; b += kBlocks) {
-    multiply_tile<kParts>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
+    multiply_tile<Sum, kParts>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
     weights += kBlocks * weight_stride;
     tile.out += kWidth;
     tile.rows -= kWidth;
@@ -210,7 +216,7 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
   }
 }
 
-template <int kParts>
+template <class Sum, int kParts, int kFrom>
 constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .full_panels = true,
                             .panel_tokens = kTokens,
@@ -222,13 +228,37 @@ constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .unpack_cost = 8,
                             .pack = pack<kParts>,
                             .unpack = unpack<kParts>,
-                            .multiply = multiply<kParts>,
+                            .multiply = multiply<Sum, kParts>,
                             .begin = nullptr,
                             .end = nullptr,
-                            .from_tokens = kLanes < 16   ? kGemvTokens + 1
-                                           : kParts == 1 ? 129
-                                                         : 65};
-constexpr IntegerGemmKernels kKernels{kGemm<1>, kBytes, &kGemm<2>};
+                            .from_tokens = kFrom};
+// Measured on Zen 5: fewer tokens are multiplied faster by gemv in turns. It is the faster, the less unpacking a format
+// takes, which it does again for every few tokens.
+int from_tokens(const Shape& shape) {
+  const FormatRow& format = row_of(shape.format);
+  if (kLanes == 16) return shape.group == kUnit / 2 ? 65 : 129;
+  if (shape.format == Format::i4 || (shape.format == Format::i8 && shape.group != kUnit / 2)) return 129;
+  return format.bits == 5 || format.bits == 6 ? 65 : 17;
+}
+template <class Sum, int kParts>
+const GemmKernels* from(int tokens) {
+  return tokens == 129 ? &kGemm<Sum, kParts, 129> : tokens == 65 ? &kGemm<Sum, kParts, 65> : &kGemm<Sum, kParts, 17>;
+}
+template <class Sum>
+const GemmKernels* of_group(const Shape& shape) {
+  const int tokens = from_tokens(shape);
+  return shape.group == kUnit / 2 ? from<Sum, 2>(tokens) : from<Sum, 1>(tokens);
+}
+const GemmKernels* find(const Shape& shape) {
+  const FormatRow& format = row_of(shape.format);
+  if constexpr (NibbleSum::kOf16Bits) {
+    if (format.bits == 8 || format.codes != nullptr) return nullptr;
+    if (format.bits > 4) return of_group<WideSum>(shape);
+  }
+  return of_group<NibbleSum>(shape);
+}
+
+constexpr IntegerGemmKernels kKernels{find};
 
 }  // namespace
 }  // namespace anyaccel::llm

@@ -134,23 +134,23 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
 }
 
 // A pass of 48 units: 30 KiB of activations and 15 of half a block of weights.
-constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
-                                       .full_panels = true,
-                                       .panel_tokens = kTokens,
-                                       .tile_blocks = 1,
-                                       .units = 48,
-                                       .cache_bytes = size_t{256} << 10,
-                                       .activation_bytes = kTileUnit / kAtOnce,
-                                       .weight_bytes = 2 * kHalfUnit,
-                                       .unpack_cost = 8,
-                                       .pack = pack,
-                                       .unpack = unpack,
-                                       .multiply = multiply<true>,
-                                       .begin = nullptr,
-                                       .end = nullptr,
-                                       .multiply_symmetric = multiply<false>},
-                                      true,
-                                      nullptr};
+constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
+                            .full_panels = true,
+                            .panel_tokens = kTokens,
+                            .tile_blocks = 1,
+                            .units = 48,
+                            .cache_bytes = size_t{256} << 10,
+                            .activation_bytes = kTileUnit / kAtOnce,
+                            .weight_bytes = 2 * kHalfUnit,
+                            .unpack_cost = 8,
+                            .pack = pack,
+                            .unpack = unpack,
+                            .multiply = multiply<true>,
+                            .begin = nullptr,
+                            .end = nullptr,
+                            .multiply_symmetric = multiply<false>};
+// Groups of 16 have two scales a unit.
+constexpr IntegerGemmKernels kKernels{[](const Shape& shape) { return shape.group == kUnit / 2 ? nullptr : &kGemm; }};
 
 }  // namespace
 }  // namespace anyaccel::llm

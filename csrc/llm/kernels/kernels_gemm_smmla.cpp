@@ -123,23 +123,23 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
 }
 
 // A pass of 32 units: 24 KiB of activations, and 20 of a block of weights.
-constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
-                                       .full_panels = true,
-                                       .panel_tokens = kTokens,
-                                       .tile_blocks = 1,
-                                       .units = 32,
-                                       .cache_bytes = size_t{256} << 10,
-                                       .activation_bytes = kPairUnit / 2,
-                                       .weight_bytes = 2 * kHalfUnit,
-                                       .unpack_cost = 8,
-                                       .pack = pack,
-                                       .unpack = unpack,
-                                       .multiply = multiply<true>,
-                                       .begin = nullptr,
-                                       .end = nullptr,
-                                       .multiply_symmetric = multiply<false>},
-                                      true,
-                                      nullptr};
+constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
+                            .full_panels = true,
+                            .panel_tokens = kTokens,
+                            .tile_blocks = 1,
+                            .units = 32,
+                            .cache_bytes = size_t{256} << 10,
+                            .activation_bytes = kPairUnit / 2,
+                            .weight_bytes = 2 * kHalfUnit,
+                            .unpack_cost = 8,
+                            .pack = pack,
+                            .unpack = unpack,
+                            .multiply = multiply<true>,
+                            .begin = nullptr,
+                            .end = nullptr,
+                            .multiply_symmetric = multiply<false>};
+// Groups of 16 have two scales a unit.
+constexpr IntegerGemmKernels kKernels{[](const Shape& shape) { return shape.group == kUnit / 2 ? nullptr : &kGemm; }};
 
 }  // namespace
 }  // namespace anyaccel::llm
