@@ -438,6 +438,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 CASES |= {
+    "afmoe": (
+        "AfmoeConfig",
+        common(
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            num_hidden_layers=3,
+            sliding_window=5,
+            head_dim=12,
+            num_dense_layers=1,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            route_scale=1.7,
+            mup_enabled=True,
+        ),
+    ),
+    "afmoe-plain": (
+        "AfmoeConfig",
+        common(
+            **_LAYERS4,
+            head_dim=8,
+            num_dense_layers=0,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            moe_intermediate_size=24,
+        ),
+    ),
     "cwm": ("CwmConfig", common(**_LAYERS4, sliding_window=5, head_dim=12, **_LLAMA3)),
     "internlm3": ("InternLM3Config", common(head_dim=12, attention_bias=True, mlp_bias=True)),
     "iquestcoder": ("IQuestCoderConfig", common(head_dim=12, attention_bias=True)),

@@ -142,8 +142,11 @@ class LayerRun:
 
     def _attention(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         a = self.a
-        made = self._heads_of(self.qkv(x), batch) if a.mla is None else self._latent(a.mla, x, batch)
-        return self._seen(*made, batch, cache)
+        if a.mla is not None:
+            return self._seen(*self._latent(a.mla, x, batch), batch, cache)
+        qkv = self.qkv(x)
+        seen = self._seen(*self._heads_of(qkv[:, : self.qkv_rows], batch), batch, cache)
+        return seen * torch.sigmoid(qkv[:, self.qkv_rows :]) if a.gated else seen
 
     def _seen(self, q_NHD: torch.Tensor, row: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         a = self.a

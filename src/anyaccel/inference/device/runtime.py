@@ -97,8 +97,6 @@ def _check_mixers(spec: DecoderSpec) -> None:
             raise Unsupported(f"recurrent mixers ({type(layer.recurrent).__name__})", "device")
         if layer.attention is None or layer.mlp is None:
             raise Unsupported("layers of a mixer or an MLP alone", "device")
-        if layer.attention.gated:
-            raise Unsupported("gated attention", "device")
 
 
 def _arithmetic(plan: Plan, options: ModelOptions) -> str:
