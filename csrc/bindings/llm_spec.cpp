@@ -195,6 +195,8 @@ llm::LinearAttentionSpec read_linear_attention(const nb::handle& from) {
   get(from, "tiled", spec.tiled);
   numbers(from, "slopes", spec.slopes);
   get(from, "silu", spec.silu);
+  get(from, "decay_rank", spec.decay_rank);
+  get(from, "gate_rank", spec.gate_rank);
   choice<Gate>(from, "gate_activation", spec.gate_activation, {{"silu", Gate::silu}, {"sigmoid", Gate::sigmoid}});
   return spec;
 }

@@ -265,16 +265,19 @@ class Reference:
         self, at: str, a: Attention, mla: Mla, x: Tensor, positions: Tensor, length: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         w = self.w
-        rope = self.spec.ropes[a.rope]
+        rope = self.spec.ropes[a.rope] if a.rope >= 0 else None
         if mla.q_rank:
             x_q = _norm(mla.q_norm, f"{at}.q_a_norm", _linear(f"{at}.q_a", x, w), w)
         else:
             x_q = x
         q = _linear(f"{at}.q_b", x_q, w).unflatten(-1, (a.heads, a.head_dim))
-        q = _rotate(rope, q, rope.first, positions, length)
         latent, k_rope = _linear(f"{at}.kv_a", x, w).split([mla.kv_rank, mla.rope_dim], -1)
         latent = _norm(mla.kv_norm, f"{at}.kv_a_norm", latent, w)[:, None]
-        return q, torch.cat([latent, _rotate(rope, k_rope[:, None], 0, positions, length)], -1), latent
+        k_rope = k_rope[:, None]
+        if rope is not None:
+            q = _rotate(rope, q, rope.first, positions, length)
+            k_rope = _rotate(rope, k_rope, 0, positions, length)
+        return q, torch.cat([latent, k_rope], -1), latent
 
     def _of_latents(self, at: str, a: Attention, mla: Mla, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads of what the cache has: of a long query both are made of what it has as keys."""
@@ -346,6 +349,8 @@ class Reference:
             qkv = F.silu(_convolve(f"{at}.conv", m.kernel, qkv, self._remember(index, qkv, sequence), w))
         if m.silu:
             qkv = F.silu(qkv)
+        if m.gate_rank:
+            gate = _linear(f"{at}.gate_up", _linear(f"{at}.steps", x, w)[:, m.decay_rank + m.heads :], w)
         gate = torch.sigmoid(gate) if m.gate_activation == "sigmoid" else F.silu(gate)
         q, k, v = qkv.split([keys, keys, values], -1)
         q, k = (each.unflatten(-1, (m.key_heads, m.key_dim)) for each in (q, k))
@@ -354,7 +359,13 @@ class Reference:
             q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
         group = m.heads // m.key_heads
         q, k = (each.repeat(1, group, 1) if m.tiled else each.repeat_interleave(group, 1) for each in (q * m.scale, k))
-        if m.slopes:
+        if m.decay_rank:
+            latents = _linear(f"{at}.steps", x, w)
+            raw = _linear(f"{at}.step_up", latents[:, : m.decay_rank], w) + w[f"{at}.step_bias"]
+            step = F.softplus(raw).unflatten(-1, (m.heads, m.key_dim))
+            decay = torch.exp(-w[f"{at}.rate"].exp()[:, None] * step)
+            strength = m.strength_scale * torch.sigmoid(latents[:, m.decay_rank : m.decay_rank + m.heads])
+        elif m.slopes:
             decay, strength = torch.exp(-torch.tensor(m.slopes)).expand(count, -1), x.new_ones(count, m.heads)
         else:
             inputs = _linear(f"{at}.steps", x, w)
@@ -366,7 +377,7 @@ class Reference:
             state = x.new_zeros(m.heads, m.key_dim, m.value_dim)
         rows = []
         for t in range(count):
-            state = state * decay[t][:, None, None]
+            state = state * decay[t].view(m.heads, -1, 1)
             written = v[t] - torch.einsum("hk,hkv->hv", k[t], state) if m.delta else v[t]
             state = state + torch.einsum("hk,hv->hkv", k[t], written * strength[t][:, None])
             rows.append(torch.einsum("hk,hkv->hv", q[t], state))

@@ -76,12 +76,14 @@ void test_convolution(const MixerKernels& kernels, int kernel, int64_t channels,
   CHECK(each == all && own == state);
 }
 
-void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_dim, bool delta) {
+void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_dim, bool delta, bool channels) {
   constexpr int kTokens = 9;
   const float size = 1.0f / std::sqrt(static_cast<float>(key_dim));
   const std::vector<float> q = random(kTokens * key_dim, size), k = random(kTokens * key_dim, size),
                            v = random(kTokens * value_dim), before = random(int64_t{key_dim} * value_dim);
   const std::vector<float> decay(kTokens, 0.9f), strength(kTokens, 0.6f);
+  std::vector<float> decays = random(kTokens * key_dim);
+  for (float& each : decays) each = channels ? 1.0f / (1.0f + std::exp(-each)) : 0.9f;
   LinearHead head{};
   head.key_dim = key_dim;
   head.value_dim = value_dim;
@@ -100,7 +102,7 @@ void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_d
       const auto value = static_cast<double>(v[static_cast<size_t>(t * value_dim + j)]);
       double known = 0, result = static_cast<double>(head.skip) * value;
       for (int i = 0; i < key_dim; ++i) {
-        at(i) *= static_cast<double>(0.9f);
+        at(i) *= static_cast<double>(decays[static_cast<size_t>(t * key_dim + i)]);
         known += key(i) * at(i);
       }
       const double written = static_cast<double>(0.6f) * (value - (delta ? known : 0.0));
@@ -117,6 +119,7 @@ void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_d
       part.tokens = step;
       part.q = q.data() + t * key_dim;
       part.k = k.data() + t * key_dim;
+      part.decays = channels ? decays.data() + t * key_dim : nullptr;
       part.v = v.data() + t * value_dim;
       part.state = state.data();
       part.out = out.data() + t * value_dim;
@@ -128,6 +131,17 @@ void test_linear_attention(const MixerKernels& kernels, int key_dim, int value_d
   const std::vector<float> all = run(kTokens, state), each = run(1, own);
   CHECK(close(all, want) && close(state, s));
   CHECK(each == all && own == state);
+}
+
+void test_decays(const MixerKernels& kernels, int64_t count) {
+  const std::vector<float> x = random(count, 8.0f), bias = random(count);
+  std::vector<float> out(x.size());
+  kernels.decays(x.data(), bias.data(), 1.7f, count, out.data());
+  std::vector<double> want;
+  for (size_t i = 0; i < x.size(); ++i)
+    want.push_back(std::exp(static_cast<double>(-1.7f) *
+                            std::log1p(std::exp(static_cast<double>(x[i]) + static_cast<double>(bias[i])))));
+  CHECK(close(out, want));
 }
 
 void test_scan(const MixerKernels& kernels, int state_dim, int64_t channels) {
@@ -186,7 +200,9 @@ int main() {
       for (const int64_t channels : {1, 8, 17, 64, 100})
         for (const bool gates : {false, true}) test_convolution(kernels, kernel, channels, gates);
     for (const auto& [key_dim, value_dim] : {std::pair{1, 1}, {7, 5}, {16, 16}, {33, 40}, {128, 128}, {64, 100}})
-      for (const bool delta : {false, true}) test_linear_attention(kernels, key_dim, value_dim, delta);
+      for (const bool delta : {false, true})
+        for (const bool channels : {false, true}) test_linear_attention(kernels, key_dim, value_dim, delta, channels);
+    for (const int64_t count : {1, 17, 100}) test_decays(kernels, count);
     for (const int state_dim : {1, 7, 16})
       for (const int64_t channels : {1, 8, 17, 100}) test_scan(kernels, state_dim, channels);
     std::printf("%s: passed\n", isa_name(isa));

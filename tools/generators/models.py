@@ -55,7 +55,7 @@ def _mixer(mixer: Recurrent) -> str:
     if isinstance(mixer, SelectiveScan):
         return "selective scan (Mamba)"
     if mixer.delta:
-        return "gated delta rule"
+        return "Kimi delta attention" if mixer.decay_rank else "gated delta rule"
     if mixer.slopes:
         return "lightning attention"
     return "state space (Mamba-2)"

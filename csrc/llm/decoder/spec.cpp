@@ -84,6 +84,11 @@ void check_linear_attention(const std::string& where, const LinearAttentionSpec&
     fail(where, std::to_string(a.heads) + " heads are not a multiple of " + std::to_string(a.key_heads) + " key_heads");
   if (!a.slopes.empty() && a.slopes.size() != static_cast<size_t>(a.heads))
     fail(where, std::to_string(a.slopes.size()) + " slopes for " + std::to_string(a.heads) + " heads");
+  in_range(where, "decay_rank", a.decay_rank, 0, 1 << 14);
+  in_range(where, "gate_rank", a.gate_rank, 0, a.decay_rank > 0 && a.gate ? 1 << 14 : 0);
+  if (a.decay_rank > 0 &&
+      (!a.slopes.empty() || a.strength != LinearAttentionSpec::Strength::sigmoid || a.step_min > 0 || a.step_max > 0))
+    fail(where, "decay_rank goes with strengths of their own, without slopes and limits of steps");
   if (a.silu && a.kernel > 0) fail(where, "silu is of a mixer without a convolution");
   if (!a.norm) return;
   in_range(where, "norm_width", a.norm_width, 1);

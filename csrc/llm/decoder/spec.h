@@ -114,6 +114,8 @@ struct LinearAttentionSpec {
   bool tiled = false;
   std::vector<float> slopes;
   bool silu = false;
+  int decay_rank = 0;
+  int gate_rank = 0;
   Gate gate_activation = Gate::silu;
 
   // Whether each head's result has a norm of its own, which needs nothing of the others.
@@ -297,10 +299,14 @@ inline int64_t result_width(const LinearAttentionSpec& a) { return product(a.hea
 inline int64_t conv_channels(const LinearAttentionSpec& a) {
   return product(2, product(a.key_heads, a.key_dim)) + result_width(a);
 }
-inline int64_t in_rows(const LinearAttentionSpec& a) { return conv_channels(a) + (a.gate ? result_width(a) : 0); }
-// The inputs of steps, then those of strengths.
+inline int64_t in_rows(const LinearAttentionSpec& a) {
+  return conv_channels(a) + (a.gate && a.gate_rank == 0 ? result_width(a) : 0);
+}
+// The inputs of steps, then those of strengths; where channels have decays of their own, the latents of these, inputs
+// of strengths, and the latents of gates.
 inline int64_t step_rows(const LinearAttentionSpec& a) {
   if (!a.slopes.empty()) return 0;
+  if (a.decay_rank > 0) return int64_t{a.decay_rank} + a.heads + a.gate_rank;
   return product(a.strength == LinearAttentionSpec::Strength::sigmoid ? 2 : 1, a.heads);
 }
 

@@ -189,8 +189,10 @@ class WeightWalk {
     if (a.kernel > 0) convolution(at, conv_channels(a), a.kernel, a.conv_bias, out);
     if (a.slopes.empty()) {
       out.rate = vector(at + "rate", a.heads);
-      out.step_bias = vector(at + "step_bias", a.heads);
+      out.step_bias = vector(at + "step_bias", a.decay_rank > 0 ? product(a.heads, a.key_dim) : a.heads);
     }
+    if (a.decay_rank > 0) matrix(at + "step_up", product(a.heads, a.key_dim), a.decay_rank, out.mix_step_up);
+    if (a.gate_rank > 0) matrix(at + "gate_up", result_width(a), a.gate_rank, out.mix_gate_up);
     if (a.skip) out.skip = vector(at + "skip", a.heads);
     norm(at + "norm", a.norm, a.norm_shared ? a.norm_width : result_width(a), out.mix_norm);
     matrix(at + "out", hidden_, result_width(a), out.mix_out, a.out_bias);
@@ -719,10 +721,10 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& layer = layers[i];
-    for (const LinearWeights* one :
-         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router,
-          &layer.shared_gate, &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_gates[0],
-          &layer.mix_gates[1], &layer.mix_steps, &layer.mix_select, &layer.mix_step_up, &layer.mix_out})
+    for (const LinearWeights* one : {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
+                                     &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down,
+                                     &layer.mix_in, &layer.mix_gates[0], &layer.mix_gates[1], &layer.mix_steps,
+                                     &layer.mix_select, &layer.mix_step_up, &layer.mix_gate_up, &layer.mix_out})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);

@@ -72,7 +72,7 @@ struct LayerWeights {
   const float* sinks = nullptr;
   // Recurrent mixers. `mix_in` of a short convolution is x, `mix_gates` b and c; of linear attention it is queries,
   // keys, values and the gate. `taps`: the convolution's weights [kernel, channels], from those that are listed.
-  LinearWeights mix_in, mix_gates[2], mix_steps, mix_out;
+  LinearWeights mix_in, mix_gates[2], mix_steps, mix_out, mix_gate_up;
   const float* conv = nullptr;  // [channels, kernel]
   const float* conv_bias = nullptr;
   std::vector<float> taps;

@@ -63,6 +63,8 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       most(mixed, in_rows(a));
       most(steps, step_rows(a));
       most(mixer_out, result_width(a));
+      if (a.decay_rank > 0) most(mixed, std::max(result_width(a), int64_t{a.heads} * a.key_dim));
+      two_gates = two_gates || a.decay_rank > 0;
       most(key_dim, a.key_dim);
       own_norm = own_norm || (a.norm && !a.norm_in_head());
     }

@@ -20,10 +20,10 @@ inline int64_t padded_stride(int64_t count) {
   return padded % 1024 == 0 ? padded + 16 : padded;
 }
 
-// Linear attention goes through the tokens of a head in groups of so many, whose queries and keys, decays and strengths
+// Linear attention goes through the tokens of a head in groups of so many, whose queries, keys, decays and strengths
 // a thread has beside the head's state.
 constexpr int kHeadTokens = 16;
-inline int64_t head_scratch(int64_t key_dim) { return 2 * padded_stride(key_dim) + 2; }
+inline int64_t head_scratch(int64_t key_dim) { return 3 * padded_stride(key_dim) + 2; }
 
 // Floats on cache lines of their own.
 class Buffer {

@@ -68,7 +68,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
     for (const LinearWeights* linear :
          {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.router, &layer.shared_gate,
           &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
-          &layer.mix_out})
+          &layer.mix_gate_up, &layer.mix_out})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);

@@ -72,9 +72,11 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
   float* const k = q + kHeadTokens * key_stride;
   float* const decay = k + kHeadTokens * key_stride;
   float* const strength = decay + kHeadTokens;
+  float* const channels = strength + kHeadTokens;  // decays of each channel of the keys
   const float* const mixed = shared_.mixed.get() + row * stride;
   const bool steps = spec.slopes.empty();
-  const float rate = steps ? std::exp(weights.rate[head]) : 0.0f, step_bias = steps ? weights.step_bias[head] : 0.0f;
+  const float rate = steps ? std::exp(weights.rate[head]) : 0.0f;
+  const float step_bias = steps && spec.decay_rank == 0 ? weights.step_bias[head] : 0.0f;
   const float constant = steps ? 1.0f : std::exp(-spec.slopes[static_cast<size_t>(head)]);
   for (int t = 0; t < tokens; ++t) {
     const float* from = mixed + t * stride + key_head * spec.key_dim;
@@ -92,6 +94,14 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
     decay[t] = constant;
     strength[t] = 1.0f;
     if (!steps) continue;
+    if (spec.decay_rank > 0) {
+      const int64_t first = head * spec.key_dim;
+      decays(shared_.mix_gates[1].get() + (row + t) * stride + first, weights.step_bias + first, rate, spec.key_dim,
+             channels + t * key_stride);
+      strength[t] =
+          spec.strength_scale * sigmoid(shared_.steps.get()[(row + t) * steps_stride + spec.decay_rank + head]);
+      continue;
+    }
     const float* inputs = shared_.steps.get() + (row + t) * steps_stride + head;
     float step = std::max(softplus(inputs[0] + step_bias), spec.step_min);
     if (spec.step_max > 0) step = std::min(step, spec.step_max);
@@ -110,6 +120,7 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
   result.v = mixed + 2 * keys + head * spec.value_dim;
   result.value_stride = stride;
   result.decay = decay;
+  result.decays = spec.decay_rank > 0 ? channels : nullptr;
   result.strength = strength;
   result.skip = weights.skip == nullptr ? 0.0f : weights.skip[head];
   result.out_stride = padded_stride(forward_.widths_.mixer_out);
@@ -117,12 +128,17 @@ LinearHead StepThread::prepare_head(size_t index, int64_t head, int64_t row, int
   return result;
 }
 
+// Of the first token, with the stride of what the mixer makes of its input.
+const float* StepThread::gates_of(const LinearAttentionSpec& spec) const noexcept {
+  return spec.gate_rank > 0 ? shared_.mix_gates[0].get() : shared_.mixed.get() + conv_channels(spec);
+}
+
 // All heads of all sequences, every thread some of them; a head's gate too, and its norm where that is its own.
 void StepThread::attend_heads(size_t index) noexcept {
   const LinearAttentionSpec& spec = *spec_.layers[index].linear_attention;
   const LayerWeights& weights = weights_.layers[index];
   const int64_t stride = padded_stride(forward_.widths_.mixed);
-  const float* const gates = shared_.mixed.get() + conv_channels(spec);
+  const float* const gates = gates_of(spec);
   const auto& spans = forward_.spans_;
   const Range own = part_of(static_cast<int64_t>(spans.size()) * spec.heads, thread_, threads_);
   for (int64_t item = own.begin; item < own.end; ++item) {
@@ -164,7 +180,7 @@ const float* StepThread::norm_mixed(size_t index) noexcept {
   const bool across = spec.norm_width > width;  // other ranks have a part of it
   const bool gated = spec.gate && spec.norm_first;
   const int64_t mixed_stride = padded_stride(forward_.widths_.mixed);
-  const float* const gates = shared_.mixed.get() + conv_channels(spec);
+  const float* const gates = gates_of(spec);
   if (across) {
     const Range part = part_of(tokens_, thread_, threads_);
     float* const sums = forward_.ranks_->slot(spec_.rank, turn_);
@@ -209,6 +225,20 @@ void StepThread::linear_attention(size_t index, int which) noexcept {
   if (!weights.mix_steps.w.empty())
     multiply_into(weights.mix_steps, input(weights.mix_steps.w.shape(), x_, hidden_stride_, tokens_),
                   shared_.steps.get(), padded_stride(forward_.widths_.steps));
+  if (spec.decay_rank > 0) {
+    const int64_t steps_stride = padded_stride(forward_.widths_.steps);
+    const float* const latents = shared_.steps.get();
+    barrier(Work::mix_in);
+    fresh();
+    const Input& of_decays = input(weights.mix_step_up.w.shape(), latents, steps_stride, tokens_);
+    multiply_into(weights.mix_step_up, of_decays, shared_.mix_gates[1].get(), stride);
+    if (spec.gate_rank > 0) {
+      fresh();
+      const float* const of_gates = latents + spec.decay_rank + spec.heads;
+      const Input& in = input(weights.mix_gate_up.w.shape(), of_gates, steps_stride, tokens_);
+      multiply_into(weights.mix_gate_up, in, shared_.mix_gates[0].get(), stride);
+    }
+  }
   if (spec.silu) {
     if (!small_) barrier(Work::mix_in);
     const Range own = channels_of(shape, conv_channels(spec));

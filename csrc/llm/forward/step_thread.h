@@ -79,6 +79,7 @@ class StepThread {
   LinearHead prepare_head(size_t index, int64_t head, int64_t row, int tokens) noexcept;
   void attend_heads(size_t index) noexcept;
   const float* norm_mixed(size_t index) noexcept;
+  const float* gates_of(const LinearAttentionSpec& spec) const noexcept;
   void gate_mixed(const LinearAttentionSpec& spec, const float* gates, float* out, int64_t count) const noexcept;
   void linear_attention(size_t index, int which) noexcept;
   void select(size_t index) noexcept;

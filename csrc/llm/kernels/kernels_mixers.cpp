@@ -73,7 +73,7 @@ void convolve_rows(const Convolution& conv, float* x, int64_t stride, int64_t to
 
 // kWide vectors of columns of the state, which stay in the first cache from token to token. Sums over keys go into two
 // accumulators, so that enough of them are under way at a time.
-template <int kWide, class Io>
+template <int kWide, bool kChannels, class Io>
 void attend_columns(const LinearHead& h, Io io, int64_t at) {
   const int64_t n = h.value_dim;
   for (int t = 0; t < h.tokens; ++t) {
@@ -81,19 +81,23 @@ void attend_columns(const LinearHead& h, Io io, int64_t at) {
     const float* k = h.k + t * h.key_stride;
     const float* v = h.v + t * h.value_stride + at;
     float* const state = h.state + at;
-    const Vec decay = broadcast(h.decay[t]), strength = broadcast(h.strength[t]);
+    const float* const channels = kChannels ? h.decays + t * h.key_stride : nullptr;
+    const Vec decay = broadcast(kChannels ? 1.0f : h.decay[t]), strength = broadcast(h.strength[t]);
     Vec written[kWide], even[kWide], odd[kWide];
     for (int w = 0; w < kWide; ++w) written[w] = io.get(v + w * kLanes);
     if (h.delta) {
       for (int w = 0; w < kWide; ++w) even[w] = odd[w] = broadcast(0.0f);
       int i = 0;
       for (; i + 1 < h.key_dim; i += 2) {
-        const Vec a = broadcast(k[i]), b = broadcast(k[i + 1]);
+        const Vec a = broadcast(kChannels ? k[i] * channels[i] : k[i]);
+        const Vec b = broadcast(kChannels ? k[i + 1] * channels[i + 1] : k[i + 1]);
         for (int w = 0; w < kWide; ++w) even[w] = fma(io.get(state + i * n + w * kLanes), a, even[w]);
         for (int w = 0; w < kWide; ++w) odd[w] = fma(io.get(state + (i + 1) * n + w * kLanes), b, odd[w]);
       }
-      if (i < h.key_dim)
-        for (int w = 0; w < kWide; ++w) even[w] = fma(io.get(state + i * n + w * kLanes), broadcast(k[i]), even[w]);
+      if (i < h.key_dim) {
+        const Vec last = broadcast(kChannels ? k[i] * channels[i] : k[i]);
+        for (int w = 0; w < kWide; ++w) even[w] = fma(io.get(state + i * n + w * kLanes), last, even[w]);
+      }
       for (int w = 0; w < kWide; ++w) written[w] = fnma(add(even[w], odd[w]), decay, written[w]);
     }
     const Vec skip = broadcast(h.skip);
@@ -103,10 +107,10 @@ void attend_columns(const LinearHead& h, Io io, int64_t at) {
       odd[w] = broadcast(0.0f);
     }
     const auto row = [&](int i, Vec* sum) {
-      const Vec key = broadcast(k[i]), query = broadcast(q[i]);
+      const Vec key = broadcast(k[i]), query = broadcast(q[i]), kept = kChannels ? broadcast(channels[i]) : decay;
       float* const s = state + i * n;
       for (int w = 0; w < kWide; ++w) {
-        const Vec next = fma(key, written[w], mul(io.get(s + w * kLanes), decay));
+        const Vec next = fma(key, written[w], mul(io.get(s + w * kLanes), kept));
         io.put(s + w * kLanes, next);
         sum[w] = fma(query, next, sum[w]);
       }
@@ -122,11 +126,16 @@ void attend_columns(const LinearHead& h, Io io, int64_t at) {
   }
 }
 
-void attend_head(const LinearHead& h) {
+template <bool kChannels>
+void attend_columns_of(const LinearHead& h) {
   int64_t at = 0;
-  for (; at + 4 * kLanes <= h.value_dim; at += 4 * kLanes) attend_columns<4>(h, Whole{}, at);
-  for (; at + kLanes <= h.value_dim; at += kLanes) attend_columns<1>(h, Whole{}, at);
-  if (at < h.value_dim) attend_columns<1>(h, Part{h.value_dim - at}, at);
+  for (; at + 4 * kLanes <= h.value_dim; at += 4 * kLanes) attend_columns<4, kChannels>(h, Whole{}, at);
+  for (; at + kLanes <= h.value_dim; at += kLanes) attend_columns<1, kChannels>(h, Whole{}, at);
+  if (at < h.value_dim) attend_columns<1, kChannels>(h, Part{h.value_dim - at}, at);
+}
+
+void attend_head(const LinearHead& h) {
+  h.decays == nullptr ? attend_columns_of<false>(h) : attend_columns_of<true>(h);
 }
 
 // --- the selective scan
@@ -171,7 +180,18 @@ void scan_rows(const SelectiveScan& scan, float* x, int64_t stride, int64_t toke
   if (at < channels) scan_vector(scan, Part{channels - at}, at, x, stride, tokens, state, state_stride);
 }
 
-constexpr MixerKernels kKernels{convolve_rows, attend_head, scan_rows};
+template <class Io>
+void decay_vector(Io io, const float* x, const float* bias, float rate, float* out) {
+  io.put(out, exp(mul(broadcast(-rate), softplus_of(add(io.get(x), io.get(bias))))));
+}
+
+void decay_row(const float* x, const float* bias, float rate, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) decay_vector(Whole{}, x + i, bias + i, rate, out + i);
+  if (i < n) decay_vector(Part{n - i}, x + i, bias + i, rate, out + i);
+}
+
+constexpr MixerKernels kKernels{convolve_rows, attend_head, scan_rows, decay_row};
 
 }  // namespace
 }  // namespace anyaccel::llm

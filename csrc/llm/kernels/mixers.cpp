@@ -30,6 +30,10 @@ void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, i
   if (tokens > 0 && channels > 0) kernels().scan(scan, x, stride, tokens, channels, state, state_stride);
 }
 
+void decays(const float* x, const float* bias, float rate, int64_t n, float* out) noexcept {
+  kernels().decays(x, bias, rate, n, out);
+}
+
 void l2_norm(const float* x, int64_t n, float eps, float scale, float* out) noexcept {
   // The mean of the squares is a share of their sum.
   const auto count = static_cast<float>(n);

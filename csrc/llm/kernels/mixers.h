@@ -37,6 +37,7 @@ struct LinearHead {
   const float* v;  // [tokens, value_dim]
   int64_t value_stride;
   const float* decay;     // [tokens]
+  const float* decays;    // [tokens, key_dim], with key_stride: each channel of the keys has its own; or null
   const float* strength;  // [tokens]
   float skip;             // of the values; 0: none
   float* state;           // [key_dim, value_dim]
@@ -64,6 +65,8 @@ struct SelectiveScan {
 void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
           int64_t state_stride) noexcept;
 
+// out = exp(-rate * log(1 + exp(x + bias))), of n values.
+void decays(const float* x, const float* bias, float rate, int64_t n, float* out) noexcept;
 // out = scale * x / sqrt(sum of squares + eps)
 void l2_norm(const float* x, int64_t n, float eps, float scale, float* out) noexcept;
 // log(1 + exp(x))

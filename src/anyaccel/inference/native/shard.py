@@ -223,10 +223,17 @@ def _linear_slices(mixer: LinearAttention, rank: int, size: int) -> Iterator[tup
         _scaled(heads.query, mixer.value_dim, 2 * keys),
     )
     gate = _scaled(heads.query, mixer.value_dim, 2 * keys + values)
-    rows = WeightSlice((*convolved, gate) if mixer.gate else convolved)
+    rows = WeightSlice((*convolved, gate) if mixer.gate and not mixer.gate_rank else convolved)
+    biases = heads.query
     steps = WeightSlice((heads.query, _scaled(heads.query, 1, mixer.heads)))
     if mixer.strength == "step":
         steps = WeightSlice((heads.query,))
+    if mixer.decay_rank:
+        biases, of_gates = _scaled(heads.query, mixer.key_dim), mixer.decay_rank + mixer.heads
+        strengths = _scaled(heads.query, 1, mixer.decay_rank)
+        steps = WeightSlice((range(mixer.decay_rank), strengths, range(of_gates, of_gates + mixer.gate_rank)))
+        yield "step_up", WeightSlice((biases,))
+        yield "gate_up", WeightSlice((own_values,))
     for suffix in ("", ".bias"):
         yield f"in{suffix}", rows
         yield f"steps{suffix}", steps
@@ -235,7 +242,8 @@ def _linear_slices(mixer: LinearAttention, rank: int, size: int) -> Iterator[tup
         WeightSlice(tuple(range(each.start * mixer.kernel, each.stop * mixer.kernel) for each in convolved)),
     )
     yield "conv.bias", WeightSlice(convolved)
-    for name in ("rate", "step_bias", "skip"):
+    yield "step_bias", WeightSlice((biases,))
+    for name in ("rate", "skip"):
         yield name, WeightSlice((heads.query,))
     if not mixer.norm_shared:
         yield "norm.weight", WeightSlice((own_values,))

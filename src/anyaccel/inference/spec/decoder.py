@@ -168,6 +168,9 @@ class LinearAttention:
         slopes: of each head, whose decay is always exp(-slope), and its strength 1: there are no steps (lightning
             attention, MiniMax).
         silu: without a convolution, of q, k and v.
+        decay_rank: each channel of a head's keys has a step and a decay of its own, of a linear through so many latents
+            (Kimi delta attention).
+        gate_rank: there, the gate's linear goes through so many latents; 0: through none.
     """
 
     heads: int
@@ -195,6 +198,8 @@ class LinearAttention:
     tiled: bool = False
     slopes: tuple[float, ...] = ()
     silu: bool = False
+    decay_rank: int = 0
+    gate_rank: int = 0
     gate_activation: Literal["silu", "sigmoid"] = "silu"
 
 
