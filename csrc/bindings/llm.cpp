@@ -21,6 +21,7 @@
 #include "bindings/translate.h"
 #include "comm/host_links.h"
 #include "comm/transport.h"
+#include "llm/attention/paged_attention.h"
 #include "llm/decoder/linear.h"
 #include "llm/errors.h"
 #include "llm/kernels/bandwidth.h"
@@ -201,6 +202,52 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("cache_reserved_bytes", &Model::cache_reserved_bytes, no_gil)
       .def_prop_ro("cache_limit_bytes", &Model::cache_limit_bytes, no_gil)
       .def("profile", &profile, nb::arg("enabled"), no_gil);
+  nb::class_<PagedAttention>(m, "PagedAttention")
+      .def(
+          "__init__",
+          [](PagedAttention* self, const std::vector<std::tuple<int, int, int, int>>& layers,
+             const std::string& cache_format, size_t limit_bytes, int threads) {
+            std::vector<AttentionShape> shapes;
+            for (const auto& [heads, kv_heads, head_dim, value_dim] : layers)
+              shapes.push_back({heads, kv_heads, head_dim, value_dim});
+            new (self) PagedAttention(std::move(shapes), read_cache_format(cache_format), limit_bytes, threads);
+          },
+          nb::arg("layers"), nb::arg("cache_format"), nb::arg("limit_bytes"), nb::arg("threads"))
+      .def("create", [](PagedAttention& self) { return self.cache().create(); })
+      .def("destroy", [](PagedAttention& self, int sequence) { self.cache().destroy(sequence); })
+      .def("fork",
+           [](PagedAttention& self, int sequence, int64_t tokens) { return self.cache().fork(sequence, tokens); })
+      .def("truncate",
+           [](PagedAttention& self, int sequence, int64_t tokens) { self.cache().truncate(sequence, tokens); })
+      .def("length", [](PagedAttention& self, int sequence) { return self.cache().length(sequence); })
+      .def("extend_bytes", [](PagedAttention& self, int sequence,
+                              int64_t tokens) { return self.cache().extend_bytes(sequence, tokens); })
+      .def_prop_ro("token_bytes", [](PagedAttention& self) { return self.cache().token_bytes(); })
+      .def_prop_ro("used_bytes", [](PagedAttention& self) { return self.cache().used_bytes(); })
+      .def_prop_ro("reserved_bytes", [](PagedAttention& self) { return self.cache().reserved_bytes(); })
+      .def(
+          "begin",
+          [](PagedAttention& self, const std::vector<std::tuple<int, int64_t, int64_t>>& segments) {
+            std::vector<PagedAttention::Segment> own;
+            for (const auto& [sequence, start, tokens] : segments) own.push_back({sequence, start, tokens});
+            self.begin(own);
+          },
+          nb::arg("segments"))
+      .def(
+          "attend",
+          [](PagedAttention& self, int layer, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, float scale,
+             float softcap, int window, int chunk, uintptr_t sinks) {
+            AttentionOptions options{};
+            options.scale = scale;
+            options.softcap = softcap;
+            options.window = window;
+            options.chunk = chunk;
+            options.sinks = pointer<const float>(sinks);
+            self.attend(layer, options, pointer<const float>(q), pointer<const float>(k), pointer<const float>(v),
+                        pointer<float>(out));
+          },
+          nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("scale"),
+          nb::arg("softcap"), nb::arg("window"), nb::arg("chunk"), nb::arg("sinks"), no_gil);
   nb::class_<DecoderModel, Model>(m, "DecoderModel")
       .def(nb::new_(&make_model), nb::arg("spec"), nb::arg("matrices"), nb::arg("vectors"), nb::arg("threads"),
            nb::arg("cache_format"), nb::arg("cache_limit_bytes"), nb::arg("memory") = 0)

@@ -191,6 +191,44 @@ class DecoderModel(Model):
     # one after another. `types`: int64 too, 0 where all are 0.
     def encode(self, counts: Sequence[int], tokens: int, types: int, hidden: int) -> None: ...
 
+class PagedAttention:
+    """Attention over a cache in pages, for models whose other code is transformers': csrc/llm/attention."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, int, int, int]],  # heads, kv_heads, head_dim, value_dim
+        cache_format: str,  # f32, bf16, i8, i4
+        limit_bytes: int,
+        threads: int,  # 0: the CPUs of this process
+    ) -> None: ...
+    def create(self) -> int: ...
+    def destroy(self, sequence: int) -> None: ...
+    def fork(self, sequence: int, tokens: int) -> int: ...
+    def truncate(self, sequence: int, tokens: int) -> None: ...
+    def length(self, sequence: int) -> int: ...
+    def extend_bytes(self, sequence: int, tokens: int) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    # (sequence, start, count) of a run; then each layer, with addresses of dense float32 [tokens, heads, head_dim].
+    def begin(self, segments: Sequence[tuple[int, int, int]]) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        chunk: int,
+        sinks: int,
+    ) -> None: ...
+
 class Executor(Protocol):
     """What ExternalModel calls, in one thread at a time. ModelError: there is no memory, or the model is at fault."""
 

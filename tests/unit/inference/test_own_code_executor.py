@@ -90,13 +90,73 @@ def _answer(model: Any, requests: list[Any]) -> list[list[int]]:
 def test_sequences_of_several_lengths_are_computed_together(name: str) -> None:
     module = _module(*TOGETHER[name])
     expected = [_expected(module, prompt, 9) for prompt in PROMPTS]
-    model = _model(BatchedExecutor(module, 1 << 24, 0))
+    executor = BatchedExecutor(module, 1 << 24, 0)
+    assert executor.paged  # the native attention has all of these masks
+    model = _model(executor)
     requests = [_llm.Request(model, prompt, {"max_new_tokens": 9}) for prompt in PROMPTS]
     assert _answer(model, requests) == expected
     again = _llm.Request(
         model, [*PROMPTS[0], *expected[0][:4]], {"max_new_tokens": 5}, requests[0]
     )  # its prefix is kept
     assert _answer(model, [again]) == [expected[0][4:]]
+
+
+def test_positions_that_begin_behind_padding_are_noticed() -> None:
+    module = _module("RobertaConfig", {"is_decoder": True, "pad_token_id": 1})
+    with pytest.raises(ModelError, match="differ from those of the module alone"):
+        BatchedExecutor(module, 1 << 24, 0)
+    expected = [_expected(module, prompt, 4) for prompt in PROMPTS]
+    model = _model(OneByOneExecutor(module, 1 << 24, 0))
+    assert _answer(model, [_llm.Request(model, prompt, {"max_new_tokens": 4}) for prompt in PROMPTS]) == expected
+
+
+def test_masks_of_no_known_pattern_are_computed_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of transformers are told apart by what they hold, at every length."""
+    from transformers import masking_utils
+
+    from anyaccel.inference.generic.pages import Pattern, pattern_of
+
+    assert pattern_of(masking_utils.causal_mask_function) == Pattern()
+    for size in (1, 3, 100, 4096):
+        assert pattern_of(masking_utils.sliding_window_causal_mask_function(size)) == Pattern(window=size)
+        if size > 1:
+            chunks = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+            assert pattern_of(chunks) == Pattern(chunk=size)
+    moved = masking_utils.chunked_causal_mask_function(6, torch.ones(1, dtype=torch.int64))
+    for strange in (masking_utils.bidirectional_mask_function, moved, lambda _, __, query, key: key % 2 == query % 2):
+        with pytest.raises(ModelError, match="pattern"):
+            pattern_of(strange)
+
+    module = _module(*TOGETHER["gemma2"])
+    expected = [_expected(module, prompt, 9) for prompt in PROMPTS]
+    monkeypatch.setattr("anyaccel.inference.generic.executor.pattern_of", lambda sees: pattern_of(lambda *_: strange))
+    executor = BatchedExecutor(module, 1 << 24, 0)
+    assert not executor.paged
+    model = _model(executor)
+    assert _answer(model, [_llm.Request(model, prompt, {"max_new_tokens": 9}) for prompt in PROMPTS]) == expected
+
+
+def test_a_long_text_and_short_ones_in_parts_have_the_logits_that_they_have_alone() -> None:
+    module = _module(*TOGETHER["gemma3"])
+    texts = [[5 + 3 * index % 200 for index in range(100)], [40, 41, 42], list(range(20, 50))]
+    with torch.inference_mode():
+        expected = [module(input_ids=torch.tensor([text])).logits[0] for text in texts]
+    executor = BatchedExecutor(module, 1 << 24, 0)
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for number in range(3):
+        executor.change(number, -1, 0)
+    for parts in ((70, 1, 17), (28, 1, 11), (1, 1, 1), (1, 0, 1)):
+        segments = []
+        for number, count in enumerate(parts):
+            start = sum(map(len, found[number]))
+            if count:
+                segments.append((number, start, texts[number][start : start + count], 0))
+        logits, _ = executor.compute(segments, range(sum(parts)), False)
+        for (number, *_), rows in zip(segments, logits.split([each for each in parts if each]), strict=True):
+            found[number].append(rows)
+    for rows, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.cat(rows), wanted, atol=1e-3, rtol=1e-3)
+    assert executor.used_bytes == 4 * 64 * executor.token_bytes  # pages of 64 tokens
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -3,8 +3,9 @@
 
 `BatchedExecutor` computes the tokens of all sequences of a step together, as one row of tokens: linears, norms and MLPs
 do not care whose a token is, and attention goes through transformers' interface to `attend` here, which has keys and
-values of each sequence. vLLM's Transformers backend has the same idea. `OneByOneExecutor` is for what does not allow
-that, recurrent states above all: it computes one sequence after another, as `generate` does.
+values of each sequence: on a CPU in pages of the native cache, which the native attention reads (`pages.py`), elsewhere
+and where a model masks in another way as tensors. vLLM's Transformers backend has the same idea. `OneByOneExecutor` is
+for what does not allow that, recurrent states above all: it computes one sequence after another, as `generate` does.
 
 Letters: B batch (1), H query heads, K key and value heads, T tokens of a step, N tokens of a sequence, D of a head.
 """
@@ -27,6 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.device.sampling import Pick, choose
+from anyaccel.inference.generic.pages import LayerShape, Pages, Pattern, pattern_of
 from anyaccel.inference.generic.steps import TorchSequence
 
 logger = logging.getLogger(__name__)
@@ -176,15 +178,17 @@ class _Row:
     count: int
 
 
-_current: list[_Row] = []  # of the call under way: executors run in one thread at a time, within `_llm`'s lock
-
-
 @dataclass(frozen=True)
 class _Mask:
     """What transformers' models get for a mask and hand to `attend`: which positions see which."""
 
     sees: Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
     made: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)  # most layers of a step share one
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """What it is for the native attention."""
+        return pattern_of(self.sees)
 
     def between(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
         """[end - start, end], of the tokens from `start` on; None: each sees all."""
@@ -250,22 +254,118 @@ def attend(
     """
     layer = int(cast("Any", module).layer_idx)
     mask = attention_mask or _causal(sliding_window)
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    for row in _current:
-        part = slice(row.begin, row.begin + row.count)
-        end = row.start + row.count
-        held = row.sequence.layers.get(layer)
-        if held is None:
-            held = row.sequence.layers[layer] = _Layer(
-                key.new_empty(key.shape[1], 0, key.shape[3]), value.new_empty(value.shape[1], 0, value.shape[3])
+    (memory,) = _current
+    if isinstance(memory, Pages):
+        return memory.attend(layer, query, key, value, mask.pattern, scaling, softcap, s_aux), None
+    return memory.attend(layer, query, key, value, mask, scaling, softcap, s_aux), None
+
+
+class _Tensors:
+    """Keys and values of sequences as tensors, for every device and mask; the same methods as `Pages`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.token_bytes = 1
+        self.limit_bytes = limit_bytes
+        self.shapes: dict[int, LayerShape] | None = {}  # None: the native attention has not what some layer needs
+        self._sequences: dict[int, _Sequence] = {}
+        self._rows: list[_Row] = []
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: _Mask,
+        scaling: float | None,
+        softcap: float | None,
+        s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self._note(layer, query, key, value, mask)
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        for row in self._rows:
+            part = slice(row.begin, row.begin + row.count)
+            end = row.start + row.count
+            held = row.sequence.layers.get(layer)
+            if held is None:
+                held = row.sequence.layers[layer] = _Layer(
+                    key.new_empty(key.shape[1], 0, key.shape[3]), value.new_empty(value.shape[1], 0, value.shape[3])
+                )
+            held.append(key[0, :, part], value[0, :, part], row.start)
+            seen = mask.between(row.start, end, query.device)
+            heads = _softmax(
+                query[:, :, part], held.keys[None, :, :end], held.values[None, :, :end], seen, scaling, softcap, s_aux
             )
-        held.append(key[0, :, part], value[0, :, part], row.start)
-        seen = mask.between(row.start, end, query.device)
-        heads = _softmax(
-            query[:, :, part], held.keys[None, :, :end], held.values[None, :, :end], seen, scaling, softcap, s_aux
-        )
-        out[0, part] = heads[0].transpose(0, 1)
-    return out, None
+            out[0, part] = heads[0].transpose(0, 1)
+        return out
+
+    def _note(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: _Mask) -> None:
+        if self.shapes is None or layer in self.shapes:
+            return
+        try:
+            pattern = mask.pattern
+        except Exception as error:  # noqa: BLE001  of code that is not ours
+            logger.info("keys and values are kept as tensors: %s", error)
+            self.shapes = None
+            return
+        self.shapes[layer] = LayerShape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], pattern)
+
+    def begin(self, segments: Sequence[tuple[int, int, int]]) -> None:
+        self._rows, at = [], 0
+        for number, start, count in segments:
+            self._rows.append(_Row(self._sequences[number], start, at, count))
+            at += count
+
+    def end(self) -> None:
+        for row in self._rows:
+            row.sequence.length = row.start + row.count
+
+    def measure(self) -> None:
+        """What a token takes, now that there are some."""
+        layers = next(iter(self._sequences.values())).layers.values()
+        self.token_bytes = sum(_row_bytes(each.keys) + _row_bytes(each.values) for each in layers)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(each.length for each in self._sequences.values()) * self.token_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        held = {
+            tensor.data_ptr(): tensor.nbytes
+            for sequence in self._sequences.values()
+            for layer in sequence.layers.values()
+            for tensor in (layer.keys, layer.values)
+        }
+        return sum(held.values())
+
+    def change(self, sequence: int, of: int, length: int) -> None:
+        if length < 0:
+            self._sequences.pop(sequence, None)
+        elif of == sequence:
+            self._sequences[sequence].length = length
+        else:
+            new = _Sequence(length)
+            if of >= 0 and length > 0:
+                for index, layer in self._sequences[of].layers.items():
+                    layer.own = False
+                    new.layers[index] = _Layer(layer.keys, layer.values, own=False)
+            self._sequences[sequence] = new
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        new = sum(count for _, count in wanted) * self.token_bytes
+        if self.used_bytes + new > _SHARED * self.limit_bytes:
+            raise ModelError(f"the key/value cache of {self.limit_bytes} bytes is full; cache_bytes sets its size")
+
+    def clear(self, sequence: int) -> None:
+        for layer in self._sequences[sequence].layers.values():
+            if layer.own:  # others have had theirs from before
+                layer.keys.zero_()
+                layer.values.zero_()
+
+
+# Of the call under way: executors run in one thread at a time, within `_llm`'s lock.
+_current: list[_Tensors | Pages] = []
 
 
 def _softmax(
@@ -307,7 +407,8 @@ class BatchedExecutor(_Executor):
 
     def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
         super().__init__(module, limit_bytes, weight_bytes)
-        self._sequences: dict[int, _Sequence] = {}
+        tensors = _Tensors(limit_bytes)
+        self._memory: _Tensors | Pages = tensors
         kind = type(module)
         if getattr(kind, "_is_stateful", False) or not getattr(kind, "_supports_attention_backend", False):
             raise ModelError(f"{kind.__name__} has states of its own, or an attention of its own")
@@ -315,17 +416,43 @@ class BatchedExecutor(_Executor):
             raise ModelError(f"the rotary positions of {kind.__name__} depend on the longest sequence")
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         usual = module.config._attn_implementation
-        ids = torch.arange(8, device=self.device)[None] % module.get_input_embeddings().weight.shape[0]
+        ids = torch.tensor([self._some_tokens(8)], device=self.device)
         with torch.inference_mode():
             expected = module(input_ids=ids, use_cache=False).logits[0].float()
             module.set_attn_implementation(_NAME)
             try:
                 self._check(ids[0].tolist(), expected)
+                tensors.measure()
+                self._use_pages(tensors, ids[0].tolist(), expected)
             except Exception as error:  # of code that is not ours
                 module.set_attn_implementation(usual)
                 raise ModelError(f"{kind.__name__} cannot compute sequences together ({error})") from error
-            finally:
-                self._sequences.clear()
+        for number in (0, 1):
+            self._memory.change(number, -1, -1)
+        self.token_bytes = self._memory.token_bytes
+
+    def _some_tokens(self, count: int) -> list[int]:
+        """Tokens of a text: RoBERTa's models, for one, give padding a position of its own."""
+        vocabulary = self.module.get_input_embeddings().weight.shape[0]
+        special = {getattr(self.module.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+        usual = [token for token in range(min(vocabulary, count + 8)) if token not in special] or [0]
+        return [usual[index % len(usual)] for index in range(count)]
+
+    @property
+    def paged(self) -> bool:
+        """Whether the native attention computes this model's."""
+        return isinstance(self._memory, Pages)
+
+    def _use_pages(self, tensors: _Tensors, tokens: list[int], expected: torch.Tensor) -> None:
+        """Go over to the native attention, where it has all that the model asks for."""
+        if self.device.type != "cpu" or not tensors.shapes:
+            return
+        try:
+            self._memory = Pages(tensors.shapes, self.module.dtype, self.limit_bytes)
+            self._check(tokens, expected)
+        except ModelError as why:
+            logger.info("%s keeps keys and values as tensors: %s", type(self.module).__name__, why)
+            self._memory = tensors
 
     def _check(self, tokens: list[int], expected: torch.Tensor) -> None:
         """Compare tokens that come in parts, beside those of another sequence, with the module called alone."""
@@ -338,59 +465,35 @@ class BatchedExecutor(_Executor):
             parts.append(self.compute(both, range(count, 2 * count), False)[0])
         if not _alike(torch.cat(parts), expected, self.module.dtype):
             raise ModelError("the answers differ from those of the module alone")
-        layers = self._sequences[0].layers.values()
-        self.token_bytes = sum(_row_bytes(each.keys) + _row_bytes(each.values) for each in layers)
 
     @property
     def used_bytes(self) -> int:
-        return sum(each.length for each in self._sequences.values()) * self.token_bytes
+        return self._memory.used_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        held = {
-            tensor.data_ptr(): tensor.nbytes
-            for sequence in self._sequences.values()
-            for layer in sequence.layers.values()
-            for tensor in (layer.keys, layer.values)
-        }
-        return sum(held.values())
+        return self._memory.reserved_bytes
 
     def change(self, sequence: int, of: int, length: int) -> None:
-        if length < 0:
-            self._sequences.pop(sequence, None)
-        elif of == sequence:
-            self._sequences[sequence].length = length
-        else:
-            new = _Sequence(length)
-            if of >= 0 and length > 0:
-                for index, layer in self._sequences[of].layers.items():
-                    layer.own = False
-                    new.layers[index] = _Layer(layer.keys, layer.values, own=False)
-            self._sequences[sequence] = new
+        self._memory.change(sequence, of, length)
 
     def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
-        new = sum(count for _, count in wanted) * self.token_bytes
-        if self.used_bytes + new > _SHARED * self.limit_bytes:
-            raise ModelError(f"the key/value cache of {self.limit_bytes} bytes is full; cache_bytes sets its size")
+        self._memory.reserve(wanted)
 
     def clear(self, sequence: int) -> None:
-        for layer in self._sequences[sequence].layers.values():
-            if layer.own:  # others have had theirs from before
-                layer.keys.zero_()
-                layer.values.zero_()
+        self._memory.clear(sequence)
 
     @_inference
     def compute(
         self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        current: list[_Row] = []
         ids: list[int] = []
         positions: list[int] = []
-        for number, start, tokens, _ in segments:
-            current.append(_Row(self._sequences[number], start, len(ids), len(tokens)))
+        for _, start, tokens, _ in segments:
             ids += tokens
             positions += range(start, start + len(tokens))
-        _current[:] = current
+        self._memory.begin([(number, start, len(tokens)) for number, start, tokens, _ in segments])
+        _current[:] = [self._memory]
         kept = torch.tensor(rows, dtype=torch.int64, device=self.device)
         try:
             output = self.module(
@@ -404,8 +507,7 @@ class BatchedExecutor(_Executor):
             )
         finally:
             _current.clear()
-        for row in current:
-            row.sequence.length = row.start + row.count
+        self._memory.end()
         logits = output.logits[0] if self._keeps_logits else output.logits[0, kept]
         return logits, output.hidden_states[-1][0] if hidden else None
 
