@@ -100,6 +100,48 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(model.encode(TEXTS, batch_size=3), wanted, atol=1e-4)
 
 
+def _sentence_model(folder: Path) -> Any:
+    """A folder of sentence-transformers, and what that library makes of TEXTS with it."""
+    library = pytest.importorskip("sentence_transformers")
+    encoder_models.build("mpnet").save_pretrained(folder)
+    encoder_models.add_tokenizer(folder).model_input_names = ["input_ids", "attention_mask"]
+    encoder_models.add_modules(folder)
+    add_to_sentence_transformers()
+    return library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+
+
+def test_langchains_embeddings(tmp_path: Path) -> None:
+    library = pytest.importorskip("langchain_huggingface")
+    wanted = _sentence_model(tmp_path)
+    embeddings = library.HuggingFaceEmbeddings(
+        model_name=str(tmp_path), model_kwargs={"device": "cpu", "backend": "anyaccel"}
+    )
+    numpy.testing.assert_allclose(embeddings.embed_documents(TEXTS), wanted, atol=1e-4)
+    numpy.testing.assert_allclose(embeddings.embed_query(TEXTS[1]), wanted[1], atol=1e-4)
+    assert is_native(embeddings._client)
+
+
+def test_llama_indexs_embedding(tmp_path: Path) -> None:
+    library = pytest.importorskip("llama_index.embeddings.huggingface")
+    wanted = _sentence_model(tmp_path)
+    embedding = library.HuggingFaceEmbedding(
+        model_name=str(tmp_path),
+        device="cpu",
+        backend="anyaccel",
+        normalize=False,
+        query_instruction="",
+        text_instruction="",
+    )
+    numpy.testing.assert_allclose(embedding.get_text_embedding_batch(TEXTS), wanted, atol=1e-4)
+    numpy.testing.assert_allclose(embedding.get_query_embedding(TEXTS[1]), wanted[1], atol=1e-4)
+    assert is_native(embedding._model)
+
+
+def is_native(model: Any) -> bool:
+    """Whether a SentenceTransformer has the native encoder."""
+    return model.get_backend() == "anyaccel"
+
+
 def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     encoder_models.build("bert", "AutoModelForSequenceClassification", labels=1).save_pretrained(tmp_path)
