@@ -77,6 +77,8 @@ void MadeKeys::reserve(int head_dim, int value_dim, CacheFormat format, int head
   }
   pages_.resize(count);
   for (size_t i = 0; i < count; ++i) pages_[i] = memory_.get() + i * page;
+  // append() does not write the zeros behind a key's values, and what was there may be no numbers.
+  if (layout_.padded_head_dim != layout_.head_dim) std::memset(memory_.get(), 0, bytes);
 }
 
 void MadeKeys::append(int head, int64_t position, int count, const float* k, const float* v, int64_t stride) noexcept {
