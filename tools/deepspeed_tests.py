@@ -62,6 +62,7 @@ SKIPPED = (
 )
 # Each test starts processes: those of a server that has imported this are there at once. And DeepSpeed's class of
 # fixtures names itself by an attribute that pytest has not read since 8.4.
+_PLUGIN = "preloaded"
 PRELOADED = """
 import multiprocessing
 
@@ -89,7 +90,7 @@ def copied(checkout: Path, folder: Path, side: str) -> Path:
     common.write_text((OURS if side == "ours" else THEIRS) + common.read_text())
     conftest = tests / "conftest.py"
     conftest.write_text((OURS if side == "ours" else "") + conftest.read_text())
-    (folder / side / "preloaded.py").write_text(PRELOADED)
+    (folder / side / f"{_PLUGIN}.py").write_text(PRELOADED)
     return tests
 
 
@@ -107,7 +108,7 @@ def run(tests: Path, names: list[str], limit: int) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name in names:
         report = tests.parent / f"{name.replace('/', '-')}.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "preloaded", "-p", "no:cacheprovider", name]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", _PLUGIN, "-p", "no:cacheprovider", name]
         command += [f"--deselect={test}" for test in SKIPPED]
         try:
             subprocess.run(

@@ -85,7 +85,7 @@ def _take_collectives(accelerator: Accelerator) -> None:
     from anyaccel.comm import backends
 
     backends.register()
-    if accelerator.spec.device_type == "cpu":
+    if accelerator.spec.device_type == backends.TENSORS_IN:
         vars(accelerator)["communication_backend_name"] = lambda: "shm"
 
 

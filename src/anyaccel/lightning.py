@@ -123,8 +123,11 @@ def _strategy_class(package: Any, fabric: Any) -> type[Any]:
         """DDP whose ranks and collectives are ours."""
 
         def __init__(self, **options: Any) -> None:
+            from anyaccel.comm import backends
+
             ours = get_accelerator()
-            backend = "shm" if ours.spec.device_type == "cpu" else ours.communication_backend_name()
+            on_host = ours.spec.device_type == backends.TENSORS_IN
+            backend = "shm" if on_host else ours.communication_backend_name()
             super().__init__(**{"process_group_backend": backend, **options})
 
         def _configure_launcher(self) -> None:
@@ -136,7 +139,7 @@ def _strategy_class(package: Any, fabric: Any) -> type[Any]:
         def _keep_to_device(self) -> None:
             """Let mixed precision be that of our device: Lightning takes each name that it does not know for CUDA."""
             precision: Any = getattr(self, "_precision_plugin", None) or getattr(self, "_precision", None)
-            if getattr(precision, "device", None) == "cuda":
+            if hasattr(precision, "device"):
                 precision.device = get_accelerator().spec.device_type
 
     return AnyAccelStrategy

@@ -1086,17 +1086,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             **_IDS,
         },
     ),
-    "minimax": (
-        "MiniMaxConfig",
-        common(
-            hidden_size=64,
-            intermediate_size=96,
-            num_attention_heads=4,
-            head_dim=12,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        ),
-    ),
     "jetmoe": (
         "JetMoeConfig",
         common("num_attention_heads", kv_channels=12, num_local_experts=4, num_experts_per_tok=2),

@@ -26,7 +26,7 @@ int64_t pages_of(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageToke
 
 OutOfCache::OutOfCache(size_t needed_bytes, size_t free_bytes, size_t limit_bytes)
     : std::runtime_error("the key/value cache needs " + megabytes(needed_bytes) + " more and has " +
-                         megabytes(free_bytes) + " left of its limit of " + megabytes(limit_bytes)),
+                         std::to_string(free_bytes >> 20) + " MiB left of its limit of " + megabytes(limit_bytes)),
       needed(needed_bytes),
       free(free_bytes),
       limit(limit_bytes) {}

@@ -34,10 +34,13 @@ def create_ccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
     return made
 
 
+TENSORS_IN = "cpu"  # memory: the device of the tensors that both take
+
+
 def register() -> None:
     """Register both backends with torch.distributed; the second call does nothing."""
     if not dist.is_available():
         return
     for name, create in (("ccl", create_ccl), (shm.NAME, create_shm)):
         if name.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(name, create, devices=["cpu"])
+            dist.Backend.register_backend(name, create, devices=[TENSORS_IN])

@@ -445,7 +445,7 @@ class BatchedExecutor(_Executor):
 
     def _use_pages(self, tensors: _Tensors, tokens: list[int], expected: torch.Tensor) -> None:
         """Go over to the native attention, where it has all that the model asks for."""
-        if self.device.type != "cpu" or not tensors.shapes:
+        if not self.module.get_input_embeddings().weight.is_cpu or not tensors.shapes:
             return
         try:
             self._memory = Pages(tensors.shapes, self.module.dtype, self.limit_bytes)
