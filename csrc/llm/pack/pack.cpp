@@ -398,16 +398,6 @@ void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const 
   }
 }
 
-// The bits that any of the values has.
-static uint8_t all_bits(const uint8_t* values, int64_t count) {
-  uint64_t words = 0;
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) words |= read<uint64_t>(values + i);
-  for (; i < count; ++i) words |= values[i];
-  for (int shift = 32; shift >= 8; shift /= 2) words |= words >> shift;
-  return static_cast<uint8_t>(words);
-}
-
 void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales,
                                 const float* minima) {
   if (empty()) fail("it has no memory");
