@@ -18,7 +18,7 @@
 #include "check.h"
 #include "common/team.h"
 #include "llm/attention/attention.h"
-#include "llm/attention/made_keys.h"
+#include "llm/attention/expanded_keys.h"
 #include "llm/attention/rotate_groups.h"
 #include "simd/convert.h"
 #include "simd/isa.h"
@@ -506,11 +506,11 @@ void test_nan() {
 
 // Keys that are made for one query lie where others were, some of which were no numbers: what follows a key whose size
 // the kernels round up is not seen.
-void test_made_keys() {
+void test_expanded_keys() {
   constexpr int kWide = 16, kTokens = 70;
   for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16})
     for (const int narrow : {1, 2, 3, 5, 7, 8, 10, 15}) {
-      MadeKeys made;
+      ExpandedKeys made;
       const std::vector<float> nothing(size_t{kTokens} * kWide, std::nanf(""));
       made.reserve(kWide, kWide, format, 1, kTokens);
       made.append(0, 0, kTokens, nothing.data(), nothing.data(), kWide);
@@ -548,7 +548,7 @@ int run_all() {
   for (const CacheFormat format : kFormats)
     if (!kQuick || format == CacheFormat::i8) test_random_lives(format, kQuick ? 25 : slow() ? 100 : 250);
   test_nan();
-  test_made_keys();
+  test_expanded_keys();
   std::printf("%s: passed\n", isa_name(selected_isa()));
   return 0;
 }

@@ -51,7 +51,7 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
         most(keys, int64_t{a.mla->kv_rank} + a.mla->rope_dim);
         most(absorbed, a.heads * (int64_t{a.mla->kv_rank} + a.mla->rope_dim));
         most(latent_out, int64_t{a.heads} * a.mla->kv_rank);
-        most(made, int64_t{a.head_dim} + a.value_dim);
+        most(expanded, int64_t{a.head_dim} + a.value_dim);
       }
     }
     if (layer.short_conv) {
@@ -143,7 +143,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
     one.fused = rows(kGemvTokens, widths.fused);
-    one.made_rows = rows(kLatentTile, widths.made);
+    one.expanded_rows = rows(kLatentTile, widths.expanded);
     one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
     if (widths.key_dim > 0) one.head_keys = Buffer(kHeadTokens * head_scratch(widths.key_dim));
     if (widths.own_norm) one.mixer_out = rows(kGemvTokens, widths.mixer_out);

@@ -89,7 +89,7 @@ struct Widths {
   int64_t keys = 0;      // MLA: the latent and the rotated part
   int64_t absorbed = 0;  // MLA: queries of all heads for those, and what they see of latents
   int64_t latent_out = 0;
-  int64_t made = 0;        // MLA: a key and a value of one head
+  int64_t expanded = 0;    // MLA: a key and a value of one head
   int64_t out = 0;         // of attention
   int64_t mixed = 0;       // of a recurrent mixer: what it makes of its input
   int64_t steps = 0;       // and of linear attention, the inputs of steps and strengths
@@ -116,7 +116,7 @@ struct Workspace {
   // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
     Buffer residual, x, second_x, heads, latent, row, fused;
-    Buffer made_rows;             // of kLatentTile tokens
+    Buffer expanded_rows;         // of kLatentTile tokens
     Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
     Inputs inputs;
     Routing routing;

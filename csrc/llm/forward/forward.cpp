@@ -160,16 +160,17 @@ void Forward::prepare_latent(const StepTokens& step) {
     run.tokens += query.tokens;
   }
   if (longest == 0) return;
-  constexpr size_t kMostBytes = size_t{256} << 20;  // of made keys, all threads together
-  made_.resize(static_cast<size_t>(team_.size()));
+  constexpr size_t kMostBytes = size_t{256} << 20;  // of expanded keys, all threads together
+  expanded_.resize(static_cast<size_t>(team_.size()));
   for (const LayerSpec& layer : spec_.layers) {
     if (!layer.attention || !layer.attention->mla) continue;
     const AttentionSpec& a = *layer.attention;
     const CacheFormat format = cache_.format();
-    const size_t head_bytes = MadeKeys::token_bytes(a.head_dim, a.value_dim, format) * static_cast<size_t>(longest);
+    const size_t head_bytes = ExpandedKeys::token_bytes(a.head_dim, a.value_dim, format) * static_cast<size_t>(longest);
     const auto fitting = static_cast<int>(kMostBytes / head_bytes) / team_.size();
-    made_heads_ = std::clamp(fitting, 1, (a.heads + team_.size() - 1) / team_.size());
-    for (MadeKeys& made : made_) made.reserve(a.head_dim, a.value_dim, format, made_heads_, longest);
+    expanded_heads_ = std::clamp(fitting, 1, (a.heads + team_.size() - 1) / team_.size());
+    for (ExpandedKeys& expanded : expanded_)
+      expanded.reserve(a.head_dim, a.value_dim, format, expanded_heads_, longest);
     break;  // all layers have the same heads: check()
   }
 }

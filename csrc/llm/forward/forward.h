@@ -8,7 +8,7 @@
 
 #include "common/team.h"
 #include "llm/attention/attention.h"
-#include "llm/attention/made_keys.h"
+#include "llm/attention/expanded_keys.h"
 #include "llm/decoder/profile.h"
 #include "llm/decoder/rope.h"
 #include "llm/decoder/spec.h"
@@ -120,9 +120,9 @@ class Forward {
   int64_t most_tokens_;
   Workspace workspace_;
   AttentionScratch scratch_;
-  Inputs latent_inputs_;        // of latents, for the weights of heads
-  std::vector<MadeKeys> made_;  // of each thread
-  int made_heads_ = 1;          // that each thread makes keys of at once
+  Inputs latent_inputs_;                // of latents, for the weights of heads
+  std::vector<ExpandedKeys> expanded_;  // of each thread
+  int expanded_heads_ = 1;              // that each thread makes keys of at once
   std::vector<RopeTable> ropes_;
   const StateLayout states_;
   std::vector<int> cache_layers_;  // of each layer with attention: its number in the cache

@@ -126,16 +126,16 @@ void StepThread::attend_latents(const AttentionSpec& spec, const LayerWeights& w
                  [&](size_t head) -> const Matrix& { return weights.latent_heads[head].values; });
 }
 
-void StepThread::attend_made(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
-                             const Query& query) noexcept {
+void StepThread::attend_expanded(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
+                                 const Query& query) noexcept {
   const MlaSpec& mla = *spec.mla;
   const int64_t tile_stride = padded_stride(int64_t{mla.kv_rank} + mla.rope_dim);
   const int64_t stride = padded_stride(int64_t{spec.head_dim} + spec.value_dim), length = query.position + query.tokens;
   float* tile = shared_.latent_tile.get();
-  float* rows = own_.made_rows.get();
-  MadeKeys& made = forward_.made_[static_cast<size_t>(thread_)];
+  float* rows = own_.expanded_rows.get();
+  ExpandedKeys& expanded = forward_.expanded_[static_cast<size_t>(thread_)];
   Input& in = forward_.latent_inputs_.at(forward_.latent_inputs_.index(weights.latent_heads[0].keys.shape()));
-  const int each = forward_.made_heads_;
+  const int each = forward_.expanded_heads_;
   for (int first_head = 0; first_head < spec.heads; first_head += each * threads_) {
     const int begin = std::min(first_head + thread_ * each, spec.heads), end = std::min(begin + each, spec.heads);
     for (int64_t first = 0; first < length; first += kLatentTile) {
@@ -154,17 +154,17 @@ void StepThread::attend_made(const AttentionSpec& spec, const LayerWeights& weig
         for (int64_t t = 0; t < count; ++t)
           std::memcpy(rows + t * stride + mla.nope_dim, tile + t * tile_stride + mla.kv_rank,
                       static_cast<size_t>(mla.rope_dim) * sizeof(float));
-        made.append(head - begin, first, static_cast<int>(count), rows, rows + spec.head_dim, stride);
+        expanded.append(head - begin, first, static_cast<int>(count), rows, rows + spec.head_dim, stride);
       }
       barrier(Work::append);  // the tile and the input are read by all
     }
     for (int head = begin; head < end; ++head) {
       AttentionOptions options = step.options;
       if (options.sinks != nullptr) options.sinks += head;
-      made.attend(head - begin, options, query,
-                  shared_.qkv.get() + query.row * qkv_stride_ + static_cast<int64_t>(head) * spec.head_dim, qkv_stride_,
-                  step.out + query.row * step.out_stride + static_cast<int64_t>(head) * spec.value_dim,
-                  step.out_stride);
+      expanded.attend(head - begin, options, query,
+                      shared_.qkv.get() + query.row * qkv_stride_ + static_cast<int64_t>(head) * spec.head_dim,
+                      qkv_stride_, step.out + query.row * step.out_stride + static_cast<int64_t>(head) * spec.value_dim,
+                      step.out_stride);
     }
   }
 }
@@ -183,7 +183,7 @@ void StepThread::attend_latent(size_t index, AttentionStep& step) noexcept {
     attend_latents(spec, weights, step, run);
     barrier(Work::attend);
   }
-  for (const Query& query : forward_.long_queries_) attend_made(spec, weights, step, query);
+  for (const Query& query : forward_.long_queries_) attend_expanded(spec, weights, step, query);
   if (!forward_.long_queries_.empty()) barrier(Work::attend);
 }
 

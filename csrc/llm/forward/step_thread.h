@@ -68,8 +68,8 @@ class StepThread {
   // Of the few tokens of a run, and of one long query.
   void attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                       const LatentRun& run) noexcept;
-  void attend_made(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
-                   const Query& query) noexcept;
+  void attend_expanded(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
+                       const Query& query) noexcept;
   void attend_latent(size_t index, AttentionStep& step) noexcept;
 
   // --- recurrent_layer.cpp; `which`: the delta that it makes

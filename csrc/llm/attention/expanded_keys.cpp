@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "llm/attention/made_keys.h"
+#include "llm/attention/expanded_keys.h"
 
 #include <algorithm>
 #include <cstring>
@@ -58,11 +58,11 @@ float key_value(const HeadLayout& layout, const uint8_t* page, int slot, int k) 
 
 }  // namespace
 
-size_t MadeKeys::token_bytes(int head_dim, int value_dim, CacheFormat format) {
+size_t ExpandedKeys::token_bytes(int head_dim, int value_dim, CacheFormat format) {
   return layout_of_head(head_dim, value_dim, format).bytes / kPageTokens;
 }
 
-void MadeKeys::reserve(int head_dim, int value_dim, CacheFormat format, int heads, int64_t tokens) {
+void ExpandedKeys::reserve(int head_dim, int value_dim, CacheFormat format, int heads, int64_t tokens) {
   layout_ = layout_of_head(head_dim, value_dim, format);
   const auto count = static_cast<size_t>((tokens + kPageTokens - 1) / kPageTokens);
   const size_t page = layout_.bytes * static_cast<size_t>(heads), bytes = page * count;
@@ -81,14 +81,15 @@ void MadeKeys::reserve(int head_dim, int value_dim, CacheFormat format, int head
   if (layout_.padded_head_dim != layout_.head_dim) std::memset(memory_.get(), 0, bytes);
 }
 
-void MadeKeys::append(int head, int64_t position, int count, const float* k, const float* v, int64_t stride) noexcept {
+void ExpandedKeys::append(int head, int64_t position, int count, const float* k, const float* v,
+                          int64_t stride) noexcept {
   static const AppendKernels& kernels = pick<AppendKernels>(selected_isa());
   kernels.append(
       {&layout_, pages_.data(), layout_.bytes * static_cast<size_t>(head), k, v, stride, stride, position, count});
 }
 
-void MadeKeys::attend(int head, const AttentionOptions& options, const Query& query, const float* q, int64_t q_stride,
-                      float* out, int64_t out_stride) noexcept {
+void ExpandedKeys::attend(int head, const AttentionOptions& options, const Query& query, const float* q,
+                          int64_t q_stride, float* out, int64_t out_stride) noexcept {
   static const AttentionKernels& kernels = pick<AttentionKernels>(selected_isa());
   for (int row = 0; row < query.tokens; row += kRows) {
     AttendTask task{};

@@ -12,7 +12,7 @@
 namespace anyaccel::llm {
 
 // Of one thread.
-class MadeKeys {
+class ExpandedKeys {
  public:
   static size_t token_bytes(int head_dim, int value_dim, CacheFormat format);
   // Room for `tokens` tokens of `heads` heads, in float32 or bfloat16. Throws std::bad_alloc.
