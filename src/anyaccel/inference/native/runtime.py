@@ -246,7 +246,7 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, p
     limit = options.cache_bytes
     memory = options.memory // (place.on_host or options.ranks)
     if limit == 0 and memory:
-        limit = memory // _CACHE_SHARE
+        limit = max(memory // _CACHE_SHARE, 1)
     if limit == 0:
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
