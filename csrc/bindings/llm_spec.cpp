@@ -158,6 +158,17 @@ llm::RelativeBiasSpec read_relative_bias(const nb::handle& from) {
   return spec;
 }
 
+llm::DistancesSpec read_distances(const nb::handle& from) {
+  llm::DistancesSpec spec;
+  get(from, "span", spec.span);
+  get(from, "max_distance", spec.max_distance);
+  get(from, "logarithmic", spec.logarithmic);
+  get(from, "keys", spec.keys);
+  get(from, "queries", spec.queries);
+  optional(from, "norm", spec.norm, read_norm);
+  return spec;
+}
+
 llm::ShortConvSpec read_short_conv(const nb::handle& from) {
   llm::ShortConvSpec spec;
   get(from, "channels", spec.channels);
@@ -356,6 +367,7 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   optional(from, "layer_inputs", spec.layer_inputs, read_layer_inputs);
   get(from, "token_types", spec.token_types);
   optional(from, "relative_bias", spec.relative_bias, read_relative_bias);
+  optional(from, "distances", spec.distances, read_distances);
   optional(from, "hidden_inputs", spec.hidden_inputs, read_hidden_inputs);
   return spec;
 }

@@ -18,6 +18,7 @@
 #include "check.h"
 #include "common/team.h"
 #include "llm/attention/attention.h"
+#include "llm/attention/distances.h"
 #include "llm/attention/expanded_keys.h"
 #include "llm/attention/rotate_groups.h"
 #include "simd/convert.h"
@@ -540,6 +541,83 @@ void test_expanded_keys() {
     }
 }
 
+// Scores by distance beside the formula, with distances that share rows and some that are beyond the last row.
+void test_distances() {
+  constexpr int kHeads = 2, kTokens = 150;
+  for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16})
+    for (const int dim : {7, 32})
+      for (const int terms : {1, 2, 3}) {  // of keys, of queries, both
+        if (kQuick && dim + terms != 10) continue;
+        const DistanceRows distances{12, 90, true};
+        const std::vector<int32_t> rows = distances.rows();
+        CHECK(rows.size() == 181 && rows[90] == 12 && rows[96] == 18 && rows[97] == 19 && rows[180] == 23);
+        CHECK(rows[84] == 6 && rows[1] == 1 && rows[0] == 0 && std::is_sorted(rows.begin(), rows.end()));
+        const auto random = [](int count) {
+          std::vector<float> x(static_cast<size_t>(count));
+          for (float& value : x) value = as_bf16(normal(1));
+          return x;
+        };
+        const int width = kHeads * dim;
+        const auto q = random(kTokens * width), k = random(kTokens * width), v = random(kTokens * width);
+        const auto keys = random(24 * width), queries = random(24 * width);
+        constexpr float kScale = 0.3f;
+        DistanceTerms made(24, kHeads, dim, format);
+        for (int row = 0; row < 24; ++row) {
+          if (terms != 2) made.set_key(row, &keys[static_cast<size_t>(row * width)]);
+          if (terms != 1) made.set_query(row, &queries[static_cast<size_t>(row * width)], kScale);
+        }
+        DistanceScores scores = made.scores();
+        scores.rows = rows.data();
+        scores.max_distance = 90;
+        KvCache cache({{kHeads, kHeads, dim, dim}}, format, size_t{1} << 24);
+        const int sequence = cache.create();
+        cache.extend(sequence, kTokens);
+        const std::vector<Query> one{{.sequence = sequence, .position = 0, .tokens = kTokens, .row = 0}};
+        AttentionScratch scratch;
+        scratch.reserve({kHeads, kHeads, dim, dim}, one, 1);
+        std::vector<float> out(q.size());
+        AttentionStep step{};
+        step.cache = &cache;
+        step.options = {.scale = kScale, .bidirectional = true, .distances = &scores};
+        step.queries = &one;
+        step.q = q.data();
+        step.k = k.data();
+        step.v = v.data();
+        step.out = out.data();
+        step.q_stride = step.k_stride = step.v_stride = step.out_stride = width;
+        append(step, 0, 1);
+        attend(step, scratch, 0, 1);
+        const auto product = [&](const std::vector<float>& a, int row, const std::vector<float>& b, int other,
+                                 int head) {
+          double sum = 0;
+          for (int i = 0; i < dim; ++i)
+            sum += static_cast<double>(a[static_cast<size_t>(row * width + head * dim + i)]) *
+                   static_cast<double>(b[static_cast<size_t>(other * width + head * dim + i)]);
+          return sum;
+        };
+        for (int head = 0; head < kHeads; ++head)
+          for (int t = 0; t < kTokens; t += 7) {
+            std::vector<double> weights(kTokens);
+            double total = 0;
+            for (int seen = 0; seen < kTokens; ++seen) {
+              const int row = scores.row(t - seen);
+              double score = product(q, t, k, seen, head);
+              if (terms != 2) score += product(q, t, keys, row, head);
+              if (terms != 1) score += product(queries, row, k, seen, head);
+              total += weights[static_cast<size_t>(seen)] = std::exp(static_cast<double>(kScale) * score);
+            }
+            for (int i = 0; i < dim; ++i) {
+              double wanted = 0;
+              for (int seen = 0; seen < kTokens; ++seen)
+                wanted += weights[static_cast<size_t>(seen)] / total *
+                          static_cast<double>(v[static_cast<size_t>(seen * width + head * dim + i)]);
+              CHECK(std::abs(static_cast<double>(out[static_cast<size_t>(t * width + head * dim + i)]) - wanted) <
+                    1e-4);
+            }
+          }
+      }
+}
+
 int run_all() {
   test_limits();
   test_shapes();
@@ -549,6 +627,7 @@ int run_all() {
     if (!kQuick || format == CacheFormat::i8) test_random_lives(format, kQuick ? 25 : slow() ? 100 : 250);
   test_nan();
   test_expanded_keys();
+  test_distances();
   std::printf("%s: passed\n", isa_name(selected_isa()));
   return 0;
 }

@@ -219,6 +219,13 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       AttentionOptions options = step.options;
       if (options.alibi_slopes != nullptr) options.alibi_slopes += piece.kv_head * group;
       if (options.sinks != nullptr) options.sinks += piece.kv_head * group;
+      DistanceScores distances{};
+      if (options.distances != nullptr) {
+        distances = *options.distances;
+        if (distances.keys != nullptr) distances.keys += static_cast<size_t>(piece.kv_head) * distances.head_bytes;
+        if (distances.queries != nullptr) distances.queries += piece.kv_head * distances.head_floats;
+        options.distances = &distances;
+      }
       if (options.bias != nullptr) options.bias += piece.kv_head * group * options.bias_head;
       AttendTask task{};
       task.layout = &layout;

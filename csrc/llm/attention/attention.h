@@ -33,6 +33,23 @@ struct AttentionShape {
   bool operator==(const AttentionShape&) const = default;
 };
 
+// Scores by the distance of a query and a key, see distances.h: that of the query and a key of the distance, and that
+// of a query of the distance and the key. Either may be null.
+struct DistanceScores {
+  const uint8_t* keys;  // of the first head: rows packed like the keys of a page
+  size_t head_bytes;
+  const float* queries;  // of the first head, with the scale of the scores
+  int64_t head_floats;
+  const int32_t* rows;  // of the distances (query position - key position) from -max_distance on
+  int64_t max_distance;
+  int32_t row(int64_t distance) const {
+    return rows[(distance < -max_distance  ? -max_distance
+                 : distance > max_distance ? max_distance
+                                           : distance) +
+                max_distance];
+  }
+};
+
 struct AttentionOptions {
   float scale;
   float softcap = 0;  // > 0: scores become softcap * tanh(score / softcap)
@@ -44,6 +61,7 @@ struct AttentionOptions {
   bool bidirectional = false;
   const float* bias = nullptr;  // score += bias[head * bias_head + key position - query position]; 16 more can be read
   int64_t bias_head = 0;
+  const DistanceScores* distances = nullptr;  // of layers with as many KV heads; f32 and bf16 only
 };
 
 // A step's keys and values do not fit the cache.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "llm/attention/kernels_attention.h"
 
+#include <optional>
 #include <type_traits>
 
 #include "llm/attention/attention_nibbles.h"
@@ -120,6 +121,61 @@ float normaliser(float largest_score, float total, const float* sink) {
   return shrink / (total * shrink + 1.0f);
 }
 
+// What distances add to the scores of one page, whose heads have a query head each.
+template <class B>
+class PageDistances {
+ public:
+  PageDistances(const AttendTask& task, const uint8_t* page, int64_t page_begin, int tokens, float* scratch)
+      : layout_(*task.layout),
+        scores_(*task.options->distances),
+        page_begin_(page_begin),
+        tokens_(tokens),
+        of_keys_(scratch),
+        of_queries_(scratch + 16 * kDistanceColumns) {
+    if (scores_.queries == nullptr) return;
+    const int64_t from = task.position + task.first_row, to = from + task.rows - 1;
+    first_row_ = scores_.row(from - (page_begin + tokens - 1));
+    const int k = layout_.padded_head_dim, count = scores_.row(to - page_begin) - first_row_ + 1;
+    for (int row = 0; row < count; row += kTileRows)
+      multiply<B>({scores_.queries + static_cast<int64_t>(first_row_ + row) * k, k, page, layout_.key_block_bytes, k,
+                   of_queries_ + row * kPageTokens, kPageTokens, nullptr, nullptr},
+                  count - row < kTileRows ? count - row : kTileRows, (tokens + 15) / 16);
+  }
+
+  // `position`: of the first of a tile's rows `q`.
+  void add(const float* q, int64_t position, int count, float* scores) const {
+    const int k = layout_.padded_head_dim;
+    int first = 0;
+    if (scores_.keys != nullptr) {
+      const int block = scores_.row(position - (page_begin_ + tokens_ - 1)) / 16;
+      const int last = scores_.row(position + count - 1 - page_begin_) / 16;
+      first = 16 * block;
+      multiply<B>({q, k, scores_.keys + static_cast<size_t>(block) * layout_.key_block_bytes, layout_.key_block_bytes,
+                   k, of_keys_, kDistanceColumns, nullptr, nullptr},
+                  count, last - block + 1);
+    }
+    for (int r = 0; r < count; ++r) {
+      int32_t rows[kPageTokens];
+      float* const to = scores + r * kPageTokens;
+      for (int j = 0; j < tokens_; ++j) rows[j] = scores_.row(position + r - page_begin_ - j);
+      if (scores_.keys != nullptr) {
+        const float* const from = of_keys_ + r * kDistanceColumns;
+        for (int j = 0; j < tokens_; ++j) to[j] += from[rows[j] - first];
+      }
+      if (scores_.queries != nullptr)
+        for (int j = 0; j < tokens_; ++j) to[j] += of_queries_[(rows[j] - first_row_) * kPageTokens + j];
+    }
+  }
+
+ private:
+  const HeadLayout& layout_;
+  const DistanceScores& scores_;
+  const int64_t page_begin_;
+  const int tokens_;
+  float *of_keys_, *of_queries_;  // [rows of q][kDistanceColumns]; [kDistanceRows][keys]
+  int32_t first_row_ = 0;         // of of_queries_
+};
+
 struct I4 {};  // attention_nibbles.h
 
 template <class B>
@@ -159,6 +215,13 @@ void attend_rows(const AttendTask& task) {
     const uint8_t* const keys = task.pages[page] + task.offset;
     const float* const scales = reinterpret_cast<const float*>(keys + layout.scales);
     const int64_t page_begin = page * kPageTokens;
+    [[maybe_unused]] std::optional<PageDistances<std::conditional_t<kNibbles, F32, B>>> distances;
+    if constexpr (!kNibbles && !kScaled) {
+      const int64_t left = task.end - page_begin;
+      if (options.distances != nullptr)
+        distances.emplace(task, keys, page_begin, static_cast<int>(left < kPageTokens ? left : kPageTokens),
+                          scores + kTaskRows * kPageTokens);
+    }
     for (int first = 0; first < task.rows; first += kTileRows) {
       const int count = task.rows - first < kTileRows ? task.rows - first : kTileRows;
       const int64_t last = rows.end[first + count - 1];
@@ -177,6 +240,8 @@ void attend_rows(const AttendTask& task) {
       else
         multiply<B>({q + first * k, k, keys, layout.key_block_bytes, k, scores, kPageTokens, nullptr, after_keys},
                     count, blocks);
+      if constexpr (!kNibbles && !kScaled)
+        if (distances) distances->add(q + first * k, rows.position[first], count, scores);
       float factors[kTileRows];
       weights(rows, first, count, scores, 16 * blocks, page_begin, scales, options.softcap, factors);
       if constexpr (kNibbles)

@@ -36,7 +36,7 @@ constexpr size_t kGroupScaleBytes = 2 * kPageTokens * sizeof(uint16_t);  // scal
 // Rows attended together: row r is head r % group of the query's token r / group.
 struct AttendTask {
   const HeadLayout* layout;
-  const AttentionOptions* options;  // alibi_slopes, sinks and bias: of the KV head's first query head
+  const AttentionOptions* options;  // alibi_slopes, sinks, bias and distances: of the KV head's first query head
   uint8_t* const* pages;            // of the sequence
   size_t offset;                    // of the layer and KV head in a page
   const float* q;                   // of the query's first token and the group's first head
@@ -56,10 +56,13 @@ struct AttendTask {
 
 constexpr int kTaskRows = 64;
 inline int64_t partial_floats(const HeadLayout& layout) { return layout.padded_value_dim + 16; }
+// Of scores by distance: rows that a task's queries and a page's keys have between them, and those of a tile and a
+// page.
+constexpr int kDistanceRows = kTaskRows + kPageTokens, kDistanceColumns = 112;
 inline size_t task_scratch_floats(const HeadLayout& layout) {
   return static_cast<size_t>(kTaskRows) *
              static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 6 + 10 * layout.key_groups()) +
-         static_cast<size_t>(kTaskRows) * kPageTokens + 64;
+         static_cast<size_t>(kTaskRows) * kPageTokens + 64 + kDistanceRows * kPageTokens + 16 * kDistanceColumns;
 }
 
 struct AppendTask {

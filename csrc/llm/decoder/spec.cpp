@@ -169,8 +169,19 @@ void check_encoder(const DecoderSpec& spec) {
       fail(where, "bidirectional attention goes with neither kv_layer, mla, chunk nor a recurrent mixer");
   }
   if (encoder && (spec.size > 1 || spec.stages > 1)) fail("", "bidirectional attention is for one rank");
-  if (!encoder && (spec.token_types > 0 || spec.relative_bias))
-    fail("", "token_types and relative_bias are of bidirectional attention");
+  if (!encoder && (spec.token_types > 0 || spec.relative_bias || spec.distances))
+    fail("", "token_types, relative_bias and distances are of bidirectional attention");
+  if (spec.distances) {
+    const DistancesSpec& distances = *spec.distances;
+    in_range("", "distances.span", distances.span, 2, 1 << 16);
+    const int least = distances.logarithmic ? distances.span / 2 + 2 : 1;
+    in_range("", "distances.max_distance", distances.max_distance, least, 1 << 20);
+    for (const LayerSpec& layer : spec.layers) {
+      const AttentionSpec& a = *layer.attention;
+      if (a.heads != a.kv_heads || a.rope >= 0 || a.qk_norm || a.clip > 0 || a.growth != 0)
+        fail("", "distances go with as many KV heads, and queries and keys that nothing changes");
+    }
+  }
   if (!spec.relative_bias) return;
   in_range("", "relative_bias.buckets", spec.relative_bias->buckets, 4, 1 << 16);
   in_range("", "relative_bias.max_distance", spec.relative_bias->max_distance, spec.relative_bias->buckets / 4 + 1);

@@ -186,6 +186,15 @@ struct RelativeBiasSpec {
   int heads = 0;
 };
 
+struct DistancesSpec {
+  int span = 0;
+  int max_distance = 0;
+  bool logarithmic = true;
+  bool keys = true;
+  bool queries = true;
+  std::optional<NormSpec> norm;
+};
+
 struct HiddenInputsSpec {
   int64_t width = 0;
   std::vector<int> taps;
@@ -254,6 +263,7 @@ struct DecoderSpec {
   std::optional<LayerInputsSpec> layer_inputs;
   int64_t token_types = 0;
   std::optional<RelativeBiasSpec> relative_bias;
+  std::optional<DistancesSpec> distances;
   std::optional<HiddenInputsSpec> hidden_inputs;
 
   // Whether tokens see those behind them: whole sequences are computed, and nothing of them is kept.

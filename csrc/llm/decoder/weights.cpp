@@ -49,8 +49,8 @@ class WeightWalk {
 
   // What comes before the layers.
   void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, LinearWeights& token_types,
-              const float*& relative_bias, Norm& embed_norm, LinearWeights& layer_embed,
-              LinearWeights& layer_projection, Norm& layer_projection_norm) {
+              const float*& relative_bias, LinearWeights& distances, Norm& distances_norm, Norm& embed_norm,
+              LinearWeights& layer_embed, LinearWeights& layer_projection, Norm& layer_projection_norm) {
     if (spec.hidden_inputs) return;  // the embedding is another model's
     if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
     if (!spec.is_first_stage()) return;
@@ -58,6 +58,10 @@ class WeightWalk {
     if (spec.token_types > 0) matrix("token_types", spec.token_types, hidden_, token_types);
     if (spec.relative_bias)
       relative_bias = vector("relative_bias", product(spec.relative_bias->buckets, spec.relative_bias->heads));
+    if (spec.distances) {
+      matrix("distances", product(2, spec.distances->span), hidden_, distances);
+      norm("distances_norm", spec.distances->norm, hidden_, distances_norm);
+    }
     norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
     if (!spec.layer_inputs) return;
     const LayerInputsSpec& inputs = *spec.layer_inputs;
@@ -275,7 +279,7 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   LinearWeights linear;
   Norm norm;
   const float* values = nullptr;
-  list.before(spec, linear, linear, linear, values, norm, linear, linear, norm);
+  list.before(spec, linear, linear, linear, values, linear, norm, norm, linear, linear, norm);
   if (spec.hidden_inputs) list.fuse(*spec.hidden_inputs, linear, linear, norm, norm);
   list.after(spec, linear, norm);
   return list.found;
@@ -310,9 +314,10 @@ class Weights::Builder final : WeightWalk {
     offset_ = expert_offset_ = 0;
     weights_.places_.clear();
     used_ = 0;
-    LinearWeights embed, positions, token_types, layer_embed;
-    before(spec_, embed, positions, token_types, weights_.relative_bias, weights_.embed_norm, layer_embed,
-           weights_.layer_projection, weights_.layer_projection_norm);
+    LinearWeights embed, positions, token_types, distances, layer_embed;
+    before(spec_, embed, positions, token_types, weights_.relative_bias, distances, weights_.distances_norm,
+           weights_.embed_norm, layer_embed, weights_.layer_projection, weights_.layer_projection_norm);
+    weights_.distances = distances.w;
     if (spec_.hidden_inputs)
       fuse(*spec_.hidden_inputs, weights_.reduce, weights_.fuse, weights_.fuse_embed_norm, weights_.fuse_hidden_norm);
     weights_.token_types = token_types.w;

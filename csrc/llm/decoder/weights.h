@@ -143,6 +143,8 @@ class Weights {
 
   Matrix embed, positions, token_types, layer_embed;
   const float* relative_bias = nullptr;  // [buckets, heads]
+  Matrix distances;                      // [rows, hidden]
+  Norm distances_norm;
   LinearWeights layer_projection;
   Norm layer_projection_norm;
   LinearWeights reduce, fuse;  // of hidden_inputs

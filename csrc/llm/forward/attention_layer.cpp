@@ -208,6 +208,13 @@ void StepThread::attention(size_t index) noexcept {
     step.options.bias = forward_.distances_.data() + length;
     step.options.bias_head = 2 * length + kPageTokens;
   }
+  DistanceScores distances{};
+  if (spec_.distances) {
+    distances = forward_.distance_terms_[index].scores();
+    distances.rows = forward_.distance_rows_.data();
+    distances.max_distance = spec_.distances->max_distance;
+    step.options.distances = &distances;
+  }
   step.queries = &step_.queries;
   step.out = shared_.out.get();
   step.out_stride = padded_stride(forward_.widths_.out);

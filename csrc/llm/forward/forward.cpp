@@ -7,6 +7,7 @@
 
 #include "comm/errors.h"
 #include "common/hash.h"
+#include "llm/errors.h"
 #include "llm/forward/step_thread.h"
 
 namespace anyaccel::llm {
@@ -99,6 +100,41 @@ void Forward::add_latent_heads() {
       add_shape(kinds, head.keys);
     }
   latent_inputs_.reserve(kinds, kLatentTile);
+}
+
+void Forward::add_distances() {
+  if (!spec_.distances) return;
+  if (cache_.format() != CacheFormat::f32 && cache_.format() != CacheFormat::bf16)
+    throw UsageError("kv_cache of int8 or int4: this model's scores by distance need keys in bf16 or fp32");
+  const DistancesSpec& spec = *spec_.distances;
+  const DistanceRows distances{spec.span, spec.max_distance, spec.logarithmic};
+  distance_rows_ = distances.rows();
+  const int64_t count = distances.count(), stride = padded_stride(spec_.hidden);
+  std::vector<float> rows(static_cast<size_t>(count * stride));
+  for (int64_t row = 0; row < count; ++row) {
+    float* const to = &rows[static_cast<size_t>(row * stride)];
+    weights_.distances.row(row, to);
+    norm(weights_.distances_norm, to, spec_.hidden, to);
+  }
+  for (size_t i = 0; i < spec_.layers.size(); ++i) {
+    const AttentionSpec& a = *spec_.layers[i].attention;
+    const LinearWeights& qkv = weights_.layers[i].qkv;
+    const int64_t width = padded_stride(qkv.w.shape().rows);
+    std::vector<float> both(static_cast<size_t>(count * width));
+    Input input;
+    input.reserve(qkv.w.shape(), count);
+    team_.run([&](int thread) {
+      input.prepare(qkv.w.shape(), rows.data(), stride, nullptr, static_cast<int>(count), thread, team_.size());
+      team_.barrier(thread);
+      multiply(qkv.w, input, Output{both.data(), width, qkv.bias}, thread, team_.size());
+    });
+    DistanceTerms& terms = distance_terms_.emplace_back(count, a.heads, a.head_dim, cache_.format());
+    for (int64_t row = 0; row < count; ++row) {
+      const float* const query = &both[static_cast<size_t>(row * width)];
+      if (spec.keys) terms.set_key(row, query + static_cast<int64_t>(a.heads) * a.head_dim);
+      if (spec.queries) terms.set_query(row, query, a.scale);
+    }
+  }
 }
 
 void Forward::add_head() { add_shape(shapes_, weights_.head.w); }

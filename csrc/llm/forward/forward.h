@@ -8,6 +8,7 @@
 
 #include "common/team.h"
 #include "llm/attention/attention.h"
+#include "llm/attention/distances.h"
 #include "llm/attention/expanded_keys.h"
 #include "llm/decoder/profile.h"
 #include "llm/decoder/rope.h"
@@ -72,6 +73,9 @@ class Forward {
     stages_ = stages;
   }
 
+  // Once the weights are complete, of encoders with distances: the queries and keys that each layer makes of them.
+  // Throws UsageError for a cache of fewer bits, std::bad_alloc.
+  void add_distances();
   // Of a head that drafts, once its weights have been borrowed.
   void add_head();
   // Once the weights are complete: what is made of those of latent attention.
@@ -129,6 +133,8 @@ class Forward {
   // Of encoders with relative_bias: for each head one value for each distance of a key and a query, from -length on.
   std::vector<float> distances_;
   int64_t distances_length_ = 0;
+  std::vector<int32_t> distance_rows_;         // of encoders with distances, see DistanceRows
+  std::vector<DistanceTerms> distance_terms_;  // of each layer
 
   // State of the current run.
   std::vector<int64_t> positions_;                    // of each token

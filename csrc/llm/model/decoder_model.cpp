@@ -123,6 +123,7 @@ void DecoderModel::finish() {
   if (finished_) return;
   weights_.finish(spec_, team_);
   forward_.add_latent_heads();
+  forward_.add_distances();
   finished_ = true;
 }
 

@@ -116,7 +116,9 @@ def test_a_causal_model_without_a_head(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted.float().numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize(("case", "activation"), [("bert", "Sigmoid"), ("roberta", "Identity")])
+@pytest.mark.parametrize(
+    ("case", "activation"), [("bert", "Sigmoid"), ("roberta", "Identity"), ("deberta-v3", "Sigmoid")]
+)
 def test_a_cross_encoder_scores_pairs(tmp_path: Path, case: str, activation: str) -> None:
     model, tokenizer = make(tmp_path, case, "AutoModelForSequenceClassification", labels=1)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -67,6 +67,28 @@ def test_a_classifier_in_a_pipeline(tmp_path: Path, case: str, monkeypatch: pyte
         numpy.testing.assert_allclose([each["score"] for each in one], [each["score"] for each in other], atol=1e-4)
 
 
+def test_zero_shot_classification_in_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the pipeline sets it
+    model = encoder_models.build("deberta-v3", "AutoModelForSequenceClassification")
+    model.config.id2label = {0: "entailment", 1: "neutral", 2: "contradiction"}
+    model.config.label2id = {name: number for number, name in model.config.id2label.items()}
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path, types=True)
+    labels = ["rain", "a cat", "money"]
+
+    def classify(model: Any) -> Any:
+        pipeline = transformers.pipeline("zero-shot-classification", model=model, tokenizer=tokenizer)
+        return pipeline(TEXTS, candidate_labels=labels, hypothesis_template="the {} sat.", batch_size=4)
+
+    wanted = classify(model)
+    for source in (tmp_path, model):
+        engine = anyaccel.init_inference(source, dtype="fp32", threads=1)
+        assert engine.runtime == "native"
+        for one, other in zip(classify(engine), wanted, strict=True):
+            assert one["labels"] == other["labels"]
+            numpy.testing.assert_allclose(one["scores"], other["scores"], atol=1e-4)
+
+
 def test_what_the_native_encoder_does_not_take(tmp_path: Path) -> None:
     model = encoder_models.build("bert")
     engine = anyaccel.init_inference(model, dtype="fp32", threads=1)
@@ -142,9 +164,10 @@ def is_native(model: Any) -> bool:
     return model.get_backend() == "anyaccel"
 
 
-def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["bert", "deberta-v3"])
+def test_cross_encoders_of_sentence_transformers(tmp_path: Path, case: str) -> None:
     library = pytest.importorskip("sentence_transformers")
-    encoder_models.build("bert", "AutoModelForSequenceClassification", labels=1).save_pretrained(tmp_path)
+    encoder_models.build(case, "AutoModelForSequenceClassification", labels=1).save_pretrained(tmp_path)
     encoder_models.add_tokenizer(tmp_path)
     add_to_sentence_transformers()
     pairs = [(TEXTS[0], each) for each in TEXTS]

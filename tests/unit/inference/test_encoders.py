@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -59,7 +60,7 @@ def test_hidden_states_are_those_of_transformers(case: str, saved: Any, tmp_path
 
 
 @pytest.mark.parametrize(("dtype", "worst"), [("bf16", 0.05), ("int8", 0.1), ("int4", 0.45)])
-@pytest.mark.parametrize("case", ["bert", "mpnet", "modernbert", "nomic_bert"])
+@pytest.mark.parametrize("case", ["bert", "mpnet", "deberta-v3", "modernbert", "nomic_bert"])
 def test_fewer_bits_cost_little(case: str, dtype: str, worst: float, saved: Any, tmp_path: Path) -> None:
     model = saved(case)
     wanted = numpy.concatenate([each.last_hidden_state[0].numpy() for each in theirs(model, texts())])
@@ -88,8 +89,9 @@ def test_tokens_of_a_second_text_have_a_type_of_their_own(case: str, saved: Any,
     assert numpy.abs(found - encoder.encode([text])).max() > 0.1  # they count
 
 
-def test_each_instruction_set_computes_the_same(saved: Any, tmp_path: Path) -> None:
-    model = saved("modernbert")
+@pytest.mark.parametrize("case", ["modernbert", "deberta-v3"])
+def test_each_instruction_set_computes_the_same(case: str, saved: Any, tmp_path: Path) -> None:
+    model = saved(case)
     wanted = numpy.concatenate([each.last_hidden_state[0].numpy() for each in theirs(model, texts())])
     script = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
@@ -105,8 +107,9 @@ def test_each_instruction_set_computes_the_same(saved: Any, tmp_path: Path) -> N
         numpy.testing.assert_allclose(numpy.load(file), wanted, atol=1e-4)
 
 
-def test_a_text_longer_than_a_run(saved: Any, tmp_path: Path) -> None:
-    values = dict(encoder_models.CASES["modernbert"], max_position_embeddings=2000)
+@pytest.mark.parametrize("case", ["modernbert", "deberta-v3"])
+def test_a_text_longer_than_a_run(case: str, saved: Any, tmp_path: Path) -> None:
+    values = dict(encoder_models.CASES[case], max_position_embeddings=2000)
     encoder_models.CASES["longer"] = values
     try:
         model = saved("longer")
@@ -149,6 +152,21 @@ def test_what_is_refused(saved: Any, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match="is_decoder=True"):
         Encoder(tmp_path, FP32)
+
+
+def test_what_is_refused_of_deberta(saved: Any, tmp_path: Path) -> None:
+    model = saved("deberta-v3")
+    with pytest.raises(UsageError, match="kv_cache of int8 or int4"):
+        Encoder(tmp_path, ModelOptions(dtype="fp32", kv_cache="int8"))
+    file = tmp_path / "config.json"
+    for change, message in (
+        ({"conv_kernel_size": 3}, "conv_kernel_size"),
+        ({"share_att_key": False}, "share_att_key=False"),
+        ({"embedding_size": 32}, "embedding_size"),
+    ):
+        file.write_text(json.dumps(model.config.to_dict() | change))
+        with pytest.raises(Unsupported, match=message):
+            Encoder(tmp_path, FP32)
 
 
 def test_packed_weights_are_kept_apart_from_a_decoders(

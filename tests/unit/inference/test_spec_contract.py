@@ -38,6 +38,7 @@ STRUCTS = {
     decoder.Moe: ("MoeSpec", "read_moe"),
     decoder.LayerInputs: ("LayerInputsSpec", "read_layer_inputs"),
     decoder.RelativeBias: ("RelativeBiasSpec", "read_relative_bias"),
+    decoder.Distances: ("DistancesSpec", "read_distances"),
     decoder.HiddenInputs: ("HiddenInputsSpec", "read_hidden_inputs"),
     decoder.InputGate: ("InputGateSpec", "read_input_gate"),
     decoder.Layer: ("LayerSpec", "read_layer"),

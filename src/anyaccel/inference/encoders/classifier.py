@@ -127,7 +127,8 @@ def _source(model: Any) -> TensorSource:
 def _layer(source: TensorSource, config: Config, family: EncoderFamily, dense: Dense) -> Layer:
     activation = dense.activation
     if activation.startswith("="):
-        activation = config.activation(activation[1:])
+        said = config.text(activation[1:])
+        activation = said if said == "tanh" else config.activation(activation[1:])
     if activation not in ACTIVATIONS:
         raise Unsupported(f"activation {activation!r} in a classification head")
     weight = _find(source, family, f"{dense.module}.weight")

@@ -24,7 +24,7 @@ from anyaccel.inference.families.family import Dense, EncoderFamily
 from anyaccel.inference.families.gemma import GEMMA2, GEMMA3_DEFAULTS, gemma3
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
-from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp, Norm, RelativeBias, Rope
+from anyaccel.inference.spec.decoder import DecoderSpec, Distances, Layer, Mlp, Norm, RelativeBias, Rope
 from anyaccel.inference.spec.mapping import At, Base, Names, Part, Rule, Unsupported
 
 _RELATIVE_DISTANCE = 128  # transformers' code has this number, no config does
@@ -117,6 +117,46 @@ def mpnet(config: Config) -> DecoderSpec:
             config.integer("relative_attention_num_buckets", minimum=4), _RELATIVE_DISTANCE, config.heads
         ),
     )
+
+
+def deberta(config: Config) -> DecoderSpec:
+    """DeBERTa 2 and 3: BERT whose scores know how far apart two tokens are."""
+    if config.integer("conv_kernel_size", minimum=0):
+        raise Unsupported("convolution behind the first layer (conv_kernel_size)")
+    if config.integer_or("embedding_size", config.hidden) != config.hidden:
+        raise Unsupported(f"embedding_size other than hidden_size={config.hidden}")
+    listed = config.is_list("pos_att_type")
+    given = config.items("pos_att_type") if listed else config.text("pos_att_type", "").split("|")
+    kinds = {str(kind).strip().lower() for kind in given}
+    positions = config.integer("max_position_embeddings")
+    norm = layer_norm(config, "layer_norm_eps")
+    distances = None
+    if config.get_bool("relative_attention") and kinds & {"c2p", "p2c"}:
+        if not config.get_bool("share_att_key"):
+            raise Unsupported("share_att_key=False")
+        buckets, longest = (config.integer(name, minimum=-1) for name in ("position_buckets", "max_relative_positions"))
+        longest = positions if longest < 1 else longest
+        distances = Distances(
+            span=buckets if buckets > 0 else longest,
+            max_distance=longest,
+            logarithmic=buckets > 0,
+            keys="c2p" in kinds,
+            queries="p2c" in kinds,
+            norm=norm if "layer_norm" in config.text("norm_rel_ebd").lower().split("|") else None,
+        )
+    absolute = config.get_bool("position_biased_input")
+    mlp = plain(config, config.size("intermediate_size"), "hidden_act")
+    more: dict[str, Any] = {"positions": positions} if absolute else {"max_tokens": 0}
+    spec = _post_norm(
+        config, mlp, norm, token_types=config.integer("type_vocab_size", minimum=0), distances=distances, **more
+    )
+    terms = 1 + len(kinds & {"c2p", "p2c"})
+    layers = [
+        replace(each, attention=replace(each.softmax, scale=(each.softmax.head_dim * terms) ** -0.5))
+        for each in spec.layers
+    ]
+    alike = {layer: layer for layer in layers}
+    return replace(spec, layers=tuple(alike[layer] for layer in layers))
 
 
 def nomic_bert(config: Config) -> DecoderSpec:
@@ -235,6 +275,20 @@ _MPNET = _post_norm_names(
     },
     "mpnet",
 )
+_DEBERTA = _post_norm_names(
+    "encoder.layer.{layer}.",
+    "attention.output.LayerNorm",
+    "output.LayerNorm",
+    {
+        "qkv": ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+        "o": "attention.output.dense",
+        "mlp.gate_up": "intermediate.dense",
+        "mlp.down": "output.dense",
+        "distances": "encoder.rel_embeddings",
+        "distances_norm": "encoder.LayerNorm",
+    },
+    "deberta",
+)
 _DISTILBERT = _post_norm_names(
     "transformer.layer.{layer}.",
     "sa_layer_norm",
@@ -329,6 +383,32 @@ ENCODERS: dict[str, EncoderFamily] = {
         _MPNET,
         {**_BERT_DEFAULTS, "vocab_size": 30527, "relative_attention_num_buckets": 32},
         classifier=_TWO,
+    ),
+    "deberta-v2": EncoderFamily(
+        "DeBERTa 2 and 3",
+        deberta,
+        _DEBERTA,
+        {
+            "vocab_size": 128100,
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 24,
+            "intermediate_size": 6144,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 512,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+            "relative_attention": False,
+            "max_relative_positions": -1,
+            "position_buckets": -1,
+            "position_biased_input": True,
+            "norm_rel_ebd": "none",
+            "share_att_key": False,
+            "conv_kernel_size": 0,
+            "pooler_hidden_act": "gelu",
+        },
+        classifier=(Dense("/pooler.dense", "=pooler_hidden_act"), Dense("/classifier")),
+        marks_texts=True,
     ),
     "nomic_bert": EncoderFamily(
         "Nomic BERT",

@@ -324,6 +324,29 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class Distances:
+    """What is added to the scores of an encoder by the distance of query and key (DeBERTa's disentangled attention).
+
+    An embedding has a row for each distance, of which each layer makes keys and queries with its own weights. A score
+    is that of query and key, of the query and the distance's key, and of the distance's query and the key, together.
+
+    Attributes:
+        span: the embedding has 2 * span rows; distance d has row d + span.
+        max_distance: from here on all have one row.
+        logarithmic: distances beyond span / 2 share rows, the more the farther they are.
+        keys, queries: whether there are those of distances.
+        norm: of the embedding.
+    """
+
+    span: int
+    max_distance: int
+    logarithmic: bool
+    keys: bool
+    queries: bool
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True)
 class HiddenInputs:
     """What a head that drafts for another model reads of a token: fuse(norm(embedding), norm(hidden states)).
 
@@ -421,7 +444,7 @@ class DecoderSpec:
         stage, stages: of pipeline parallelism; `stage_spec` divides a spec.
         first_layer: the number of the first of `layers`, which the names of weights have.
         token_types: rows of a learned embedding of the text that a token is of (BERT: the first or second); 0: none.
-        relative_bias: of encoders.
+        relative_bias, distances: of encoders.
         hidden_inputs: of a head that drafts for another model.
     """
 
@@ -449,6 +472,7 @@ class DecoderSpec:
     layer_inputs: LayerInputs | None = None
     token_types: int = 0
     relative_bias: RelativeBias | None = None
+    distances: Distances | None = None
     hidden_inputs: HiddenInputs | None = None
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
+    Distances,
     HiddenInputs,
     InputGate,
     Layer,
@@ -38,6 +39,7 @@ _KINDS: dict[str, type] = {
     "layer_inputs": LayerInputs,
     "input_gate": InputGate,
     "relative_bias": RelativeBias,
+    "distances": Distances,
     "hidden_inputs": HiddenInputs,
 }
 
