@@ -4,10 +4,11 @@
 
     python tools/census.py                 all of them, to tests/data/census.json; takes minutes
     python tools/census.py qwen3 mamba     some of them; the others stay in the file as they are
+    python tools/census.py --texts         those that classify texts, and encoders, to tests/data/census_texts.json
 
 For each `model_type` it says which way it runs: "native" and "own code" are those of docs/models.md. What cannot be
 built that small, or fails in transformers' own code, is listed with the reason. `python tools/pages.py models` writes
-docs/models.md from the file.
+docs/models.md and docs/encoders.md from the files.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "data" / "census.json"
+TEXTS_FILE = ROOT / "tests" / "data" / "census_texts.json"
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 
+import encoder_models  # noqa: E402
 import family_cases  # noqa: E402
 
 # Small values of what configurations call their sizes. A configuration gets those that it has.
@@ -100,6 +105,20 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Of models that classify texts or encode them, what no other has. None: not given, as some take no such size.
+_OWN: dict[str, dict[str, Any]] = {
+    "esmc": {"head_dim": None, "num_key_value_heads": 4},
+    "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1], "d_head": 12, "d_inner": 64},
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 8, "input_size": 32},
+    "luke": {"entity_vocab_size": 131, "entity_emb_size": 24},
+    "neomme": {"head_dim": 16, "embedding_rank": 24},
+    "perceiver": {"d_latents": 48, "num_latents": 8, "num_self_attends_per_block": 2, "num_self_attention_heads": 4},
+    "reformer": {"attention_head_size": 12, "axial_pos_embds": False, "feed_forward_size": 64, "hash_seed": 0},
+    "roc_bert": {"shape_vocab_size": 131, "pronunciation_vocab_size": 131, "shape_embed_dim": 24},
+    "t5": {"decoder_start_token_id": 0},
+    "xlnet": {"max_position_embeddings": None, "d_inner": 64},
+    "xmod": {"default_language": "en_XX"},
+}
 _MOST_PARAMETERS = 10_000_000
 _TOKENS = 12
 _STEPS = 3
@@ -130,11 +149,13 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _shrunk(kind: type) -> Any:
+def _shrunk(kind: type, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """A configuration with small sizes where it has names for them."""
     config: Any = kind()
     aliases = {name: None for name in _SMALL if name not in config.to_dict() and hasattr(config, name)}
-    return kind(**_small(config.to_dict() | aliases))
+    return kind(
+        **{name: value for name, value in (_small(config.to_dict() | aliases) | own).items() if value is not None}
+    )
 
 
 def build(model_type: str) -> Any:
@@ -149,12 +170,38 @@ def build(model_type: str) -> Any:
             return family_cases.build(case)
     config = _shrunk(CONFIG_MAPPING[model_type])
     config.is_decoder = True
+    return _from_config(transformers.AutoModelForCausalLM, config)
+
+
+def _from_config(kind: Any, config: Any) -> Any:
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(each.numel() for each in kind.from_config(copy.deepcopy(config)).parameters())
     if parameters > _MOST_PARAMETERS:
         raise ValueError(f"{parameters / 1e6:.0f} million parameters where its sizes are named as usual")
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).float().eval()
+    return kind.from_config(copy.deepcopy(config)).float().eval()
+
+
+def build_of_texts(model_type: str) -> Any:
+    """A tiny model that classifies texts; where transformers has none of the type, its encoder."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    kind = "AutoModelForSequenceClassification" if model_type in CLASSIFIERS else "AutoModel"
+    for case, values in encoder_models.CASES.items():
+        if values["model_type"] == model_type and (model_type in CLASSIFIERS or "bidirectional" not in case):
+            return encoder_models.build(case, kind)
+    of_decoders = [(getattr(transformers, name), values) for name, values in family_cases.CASES.values()]
+    given = next((kind(**copy.deepcopy(values)) for kind, values in of_decoders if kind.model_type == model_type), None)
+    config = given or _shrunk(CONFIG_MAPPING[model_type], _OWN.get(model_type, {}))
+    config.num_labels = 3
+    model = _from_config(getattr(transformers, kind), config)
+    with torch.no_grad():
+        for value in model.parameters():  # larger than a new model's, so that a mistake shows
+            if value.is_floating_point():
+                value.add_(torch.randn_like(value) * 0.05)
+    return model
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,16 +224,36 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def take(model_type: str) -> tuple[Found, float]:
+def _of_texts(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Of a batch of texts with padding: logits, or the hidden states of what is no padding."""
+    config = model.config
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
+    mask, end = torch.ones_like(tokens), getattr(config, "eos_token_id", None)
+    for row, count in enumerate((_TOKENS, 5, 8)):
+        tokens[row, count - 1 :] = config.pad_token_id
+        tokens[row, count - 1] = end if isinstance(end, int) else 2  # BART's heads look for the end
+        mask[row, count:] = 0
+    with torch.inference_mode():
+        output = model(input_ids=tokens, attention_mask=mask)
+    return output.logits if "logits" in output else output.last_hidden_state[mask.bool()]
+
+
+def take(model_type: str, texts: bool = False) -> tuple[Found, float]:
     """How it runs, and the largest difference of logits relative to the largest one."""
     import anyaccel
     from anyaccel.errors import AnyAccelError
 
-    tokens = torch.randint(3, 60, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        7 if texts else 3, 60, (3 if texts else 1, _TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    run = _of_texts if texts else _logits
     try:
-        model = build(model_type)
+        model = build_of_texts(model_type) if texts else build(model_type)
         ours = copy.deepcopy(model)
-        wanted = _logits(model, tokens)
+        wanted = run(model, tokens)
+        if not wanted.isfinite().all():
+            raise ValueError("logits that are no numbers")
     except Exception as error:  # noqa: BLE001 - transformers' code, with any configuration
         return Found("untried", _short(error)), 0.0
     said: list[str] = []
@@ -199,7 +266,7 @@ def take(model_type: str) -> tuple[Found, float]:
     log.addHandler(handler)
     try:
         engine = anyaccel.init_inference(ours, dtype="fp32")
-        found = _logits(engine, tokens)
+        found = run(engine, tokens)
     except AnyAccelError as error:
         return Found("fails", _short(error)), 0.0
     finally:
@@ -214,32 +281,38 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 
-def names() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def names(texts: bool = False) -> list[str]:
+    from transformers.models.auto import modeling_auto as known
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if texts:
+        kinds = {*known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, *known.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+        return sorted(kinds | {each["model_type"] for each in encoder_models.CASES.values()})
+    return sorted(known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", help="default: all", metavar="TYPE")
-    arguments = parser.parse_args(words).model_types
-    if unknown := set(arguments) - set(names()):
-        parser.error(f"transformers has no causal language models of type {', '.join(sorted(unknown))}")
+    parser.add_argument("--texts", action="store_true", help="models that classify texts, and encoders")
+    options = parser.parse_args(words)
+    arguments, texts = options.model_types, options.texts
+    file = TEXTS_FILE if texts else FILE
+    if unknown := set(arguments) - set(names(texts)):
+        parser.error(f"transformers has no such models of type {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("anyaccel").propagate = False
     taken = {}
     wrong = 0
-    for name in arguments or names():
+    for name in arguments or names(texts):
         with contextlib.redirect_stderr(io.StringIO()):
-            found, difference = take(name)
+            found, difference = take(name, texts)
         taken[name] = asdict(found)
         bad = difference > 1e-4 or found.way == "fails"
         wrong += bad
         print(f"{name:28} {found.way:9} {difference:8.1e} {'WRONG ' if bad else ''}{found.why}", flush=True)
-    known = json.loads(FILE.read_text()) if arguments else {}
-    FILE.write_text(json.dumps(dict(sorted((known | taken).items())), indent=1) + "\n", encoding="utf-8")
+    known = json.loads(file.read_text()) if arguments else {}
+    file.write_text(json.dumps(dict(sorted((known | taken).items())), indent=1) + "\n", encoding="utf-8")
     return int(wrong > 0)
 
 
