@@ -190,6 +190,10 @@ soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECO
 soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break off, ranks killed, for ten minutes (SOAK_SECONDS)
 	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
 
+page-libraries: ## renew what the chat page of anyaccel serve uses of npm's packages (tools/page_libraries/package.json has the versions)
+	npm ci --silent --prefix tools/page_libraries
+	node tools/page_libraries/build.mjs
+
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-bench .venv-clients .venv-agents .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -215,7 +219,7 @@ bench-champions: $(STAMP)-dev $(STAMP)-build ## ours beside ik_llama.cpp and lla
 .venv-clients/.stamp:
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q instructor openai langchain-openai  # with the others, pip takes old ones
-	.venv-clients/bin/python -m pip install -q anthropic ollama schemathesis playwright kubernetes-validate
+	.venv-clients/bin/python -m pip install -q anthropic ollama schemathesis playwright axe-playwright-python kubernetes-validate
 	@! command -v npm > /dev/null || npm install --silent --no-save --prefix .venv-clients @anthropic-ai/sdk ollama \
 	  openai ai @ai-sdk/openai-compatible zod promptfoo @anthropic-ai/claude-code
 	@touch $@

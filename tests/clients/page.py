@@ -13,9 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import BrowserContext, Error, Page, expect, sync_playwright
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+TIMEOUT = 60_000  # milliseconds
 SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 
 
@@ -42,6 +44,7 @@ def converse(page: Page, url: str) -> None:
 
     page.click("text=Regenerate")
     expect(answered(page, 2)).to_have_text("You said: hello")
+    expect(page.locator("article.assistant .versions")).to_contain_text("2/2")
 
     page.locator("article.user >> text=Edit").click()
     page.fill("article.edit textarea", "edited")
@@ -49,6 +52,13 @@ def converse(page: Page, url: str) -> None:
     assert page.locator("article.edit .primary").evaluate(color) == page.locator("#send").evaluate(color)
     page.locator("article.edit >> text=Send").click()
     expect(answered(page, 2)).to_have_text("You said: edited")
+    expect(page.locator("article.user .body")).to_have_text("edited")
+
+    # Both branches stay, also after a reload.
+    page.get_by_role("button", name="Previous version").first.click()
+    expect(page.locator("article.user .body")).to_have_text("hello")
+    expect(page.locator("article.assistant .versions")).to_contain_text("2/2")
+    page.get_by_role("button", name="Next version").first.click()
     expect(page.locator("article.user .body")).to_have_text("edited")
 
     say(page, "forever")  # it would not end by itself
@@ -66,10 +76,141 @@ def converse(page: Page, url: str) -> None:
     expect(page.locator("article.user .body").first).to_have_text("edited")
     say(page, "again")
     expect(answered(page, 6)).to_have_text("You said: again")
+    # An answer that somebody corrects is a version, and nothing is generated.
+    page.locator("article.assistant").last.get_by_role("button", name="Edit").click()
+    page.fill("article.edit textarea", "corrected")
+    page.locator("article.edit >> text=Save").click()
+    expect(page.locator("article .body").last).to_have_text("corrected")
 
     page.reload()
     expect(page.locator("article")).to_have_count(6)  # kept by the browser
+    expect(page.locator("article .body").last).to_have_text("corrected")
+    expect(page.locator("article.user .versions").first).to_contain_text("2/2")
     expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def continuing(page: Page) -> None:
+    """An answer that was cut goes on as the same message."""
+    page.click("#new")
+    page.click("#open-settings")
+    page.fill("#max_tokens", "9")
+    page.press("#max_tokens", "Tab")
+    say(page, "long")
+    expect(answered(page, 2)).to_have_text("You said:")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Continue").click()
+    body = sent.value.post_data_json
+    assert body["continue_final_message"] and not body["add_generation_prompt"]
+    assert body["messages"][-1] == {"role": "assistant", "content": "You said:"}
+    expect(answered(page, 2)).to_have_text("You said:You said:")
+    page.fill("#max_tokens", "")
+    page.press("#max_tokens", "Tab")
+    page.click("#open-settings")
+
+
+def functions(page: Page) -> None:
+    """Calls of functions are folded, and take their results."""
+    page.click("#new")
+    page.click("#open-settings")
+    page.fill("#tools", "[{")
+    page.press("#tools", "Tab")
+    expect(page.locator("#tools-wrong")).to_contain_text("no JSON")
+    page.fill("#tools", json.dumps([{"name": "weather", "parameters": {"type": "object"}}]))
+    page.press("#tools", "Tab")
+    expect(page.locator("#tools-wrong")).to_be_hidden()
+    page.click("#open-settings")
+    say(page, "weather")
+    call = answered(page, 2).locator("details.call")
+    expect(call).to_contain_text("Call of weather")
+    expect(call.locator("pre")).to_be_hidden()
+    call.locator("summary").click()
+    expect(call.locator("pre")).to_contain_text('"city": "Paris"')
+    call.get_by_label("Result of weather").fill("sunny")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send results").click()
+    messages = sent.value.post_data_json["messages"]
+    assert [each["role"] for each in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
+    assert messages[2]["content"] == "sunny"
+    expect(answered(page, 4)).to_contain_text("You said: weather")
+    expect(page.locator("article.tool pre")).to_be_hidden()
+    page.reload()
+    expect(page.locator("article.tool summary")).to_have_text("Result of weather")
+    page.click("#open-settings")
+    page.fill("#tools", "")
+    page.press("#tools", "Tab")
+    page.click("#open-settings")
+
+
+def attachments(page: Page) -> None:
+    """Files of text are part of the message; others are refused."""
+    page.click("#new")
+    with page.expect_file_chooser() as choosing:
+        page.get_by_role("button", name="Attach text files").click()
+    refused: list[str] = []
+    page.once("dialog", lambda dialog: (refused.append(dialog.message), dialog.accept()))
+    text = {"name": "notes.txt", "mimeType": "text/plain", "buffer": "größer\n".encode()}
+    picture = {"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\x00\xff"}
+    choosing.value.set_files([text, picture])  # type: ignore[arg-type]
+    expect(page.locator("#files")).to_contain_text("notes.txt")
+    expect(page.locator("#files")).not_to_contain_text("a.png")
+    assert refused == ["Not attached: a.png: it is no text in UTF-8"]
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "what is it?")
+    assert sent.value.post_data_json["messages"] == [
+        {"role": "user", "content": "File: notes.txt\n\ngrößer\n\n\nwhat is it?"}
+    ]
+    answered(page, 2)
+    expect(page.locator("#files")).to_be_empty()
+    page.reload()
+    page.locator("details.file summary").click()
+    expect(page.locator("details.file pre")).to_have_text("größer\n")
+
+
+def exported(page: Page) -> None:
+    """What is exported can be read, and imported again."""
+    page.click("#new")
+    say(page, "hello")
+    answered(page, 2)
+
+    def saved(name: str) -> str:
+        page.locator("#export summary").click()
+        with page.expect_download() as loading:
+            page.get_by_role("button", name=name).click()
+        return Path(loading.value.path()).read_text()
+
+    assert saved("This one as Markdown") == "# hello\n\n## You\n\nhello\n\n## Answer\n\nYou said: hello\n"
+    count = page.locator("#list .entry").count()
+    everything = saved("All as JSON")
+    assert len(json.loads(everything)) == count
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.locator(".entry.current .delete").click()
+    expect(page.locator("#list .entry")).to_have_count(count - 1)
+    page.locator("#export summary").click()
+    with page.expect_file_chooser() as choosing:
+        page.get_by_role("button", name="Import JSON").click()
+    choosing.value.set_files([{"name": "all.json", "mimeType": "application/json", "buffer": everything.encode()}])
+    expect(page.locator("#list .entry")).to_have_count(count)
+    page.fill("#search", "HELLO")
+    expect(page.locator("#list .entry").first).to_contain_text("hello")
+    page.fill("#search", "nowhere")
+    expect(page.locator("#list .entry")).to_have_count(0)
+    page.fill("#search", "")
+
+
+def old(context: BrowserContext, url: str) -> None:
+    """Conversations that an earlier version of the page has kept in localStorage."""
+    page = context.new_page()
+    page.goto(url)
+    messages = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "as it was"}]
+    one = {"id": "a", "title": "an old one", "system": "", "changed": 1, "revision": "x", "messages": messages}
+    page.evaluate("one => localStorage.setItem('anyaccel.conversation.a', JSON.stringify(one))", one)
+    for _ in range(2):
+        page.reload()
+        expect(page.locator("article .body").last).to_have_text("as it was")
+        expect(page.locator("#list .entry")).to_have_count(1)
+    assert page.evaluate("localStorage.getItem('anyaccel.conversation.a')") is None
+    page.close()
 
 
 def tabs(context: BrowserContext, url: str) -> None:
@@ -79,13 +220,12 @@ def tabs(context: BrowserContext, url: str) -> None:
         page.goto(url)
         expect(page.locator("#model")).to_have_value("fake")
         page.click("#new")
-    before = one.locator("#list .entry").count()
     say(one, "from one")
     answered(one, 2)
     say(two, "from two")
     answered(two, 2)
     for page in (one, two):
-        expect(page.locator("#list .entry")).to_have_count(before + 2)
+        expect(page.locator("#list .entry")).to_have_count(2)
     one.reload()
     expect(one.locator("#list")).to_contain_text("from one")
     expect(one.locator("#list")).to_contain_text("from two")
@@ -98,28 +238,29 @@ def tabs(context: BrowserContext, url: str) -> None:
     say(two, "forever")
     expect(one.locator("article")).to_have_count(6)
     expect(one.locator("article .speed").last).to_contain_text("in another tab")
-    # What both go on with is kept twice.
-    say(one, "meanwhile")
-    expect(answered(one, 8)).to_have_text("You said: meanwhile")
+    # What both say at the same place are two branches.
+    one.locator("article.user").last.get_by_role("button", name="Edit").click()
+    one.fill("article.edit textarea", "meanwhile")
+    one.press("article.edit textarea", "Enter")
+    expect(answered(one, 6)).to_have_text("You said: meanwhile")
     two.click("#stop")
-    expect(two.locator("article")).to_have_count(6)
+    expect(two.locator("article .speed").last).to_contain_text("stopped")
     for page in (one, two):
         page.reload()
-        expect(page.locator("#list >> text=from two (2)")).to_have_count(1)
-    one.locator("#list >> text=from two (2)").click()
-    expect(one.locator("article")).to_have_count(6)
-    expect(one.locator("article .speed").last).to_contain_text("stopped")
+        expect(page.locator("article.user .versions")).to_contain_text("/2")
+    one.get_by_role("button", name="Previous version").or_(one.get_by_role("button", name="Next version")).and_(
+        one.locator(":enabled")
+    ).click()
+    expect(one.locator("article.user .versions")).to_contain_text("/2")
 
     # Deleted in one is deleted in both.
     one.on("dialog", lambda dialog: dialog.accept())
-    two.locator("#list >> text=from two (2)").click()
     one.locator(".entry.current .delete").click()
-    expect(two.locator("#list >> text=from two (2)")).to_have_count(0)
-    one.fill("#temperature", "0.5") if one.locator("#settings").is_visible() else one.click("#open-settings")
+    expect(two.locator("#list .entry")).to_have_count(1)
+    one.click("#open-settings")
     one.fill("#temperature", "0.5")
     one.press("#temperature", "Tab")
     expect(two.locator("#temperature")).to_have_value("0.5")
-    one.evaluate("localStorage.clear()")
     one.close()
     two.close()
 
@@ -139,10 +280,16 @@ def interrupted(context: BrowserContext, url: str) -> None:
     expect(page.locator("article .body").last).to_have_text("Y")
     expect(page.locator("article .speed").last).to_contain_text("interrupted")
     page.click("text=Regenerate")
+    expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("article .body").last).to_have_text("Y")
     # The browser ends at once: the page keeps nothing at its end, but has kept it before.
+    coming = """async () => {
+      const { openDB } = await import("./page/vendor/idb.js");
+      const found = await (await openDB("anyaccel", 1)).getAll("conversations");
+      return found.some((each) => each.messages.some((message) => message.coming && message.content));
+    }"""
     for _ in range(600):
-        if page.evaluate("Object.values(localStorage).some((each) => each.includes('coming') && each.includes('Y'))"):
+        if page.evaluate(coming):
             break
         page.wait_for_timeout(100)
     with suppress(Error):
@@ -151,7 +298,7 @@ def interrupted(context: BrowserContext, url: str) -> None:
     other.goto(url)
     expect(other.locator("article .body").last).to_have_text("Y")
     expect(other.locator("article .speed").last).to_contain_text("interrupted")
-    other.evaluate("localStorage.clear()")
+    expect(other.locator("article.assistant .versions")).to_contain_text("2/2")
     other.close()
 
 
@@ -159,42 +306,45 @@ def full(context: BrowserContext, url: str) -> None:
     """A full browser is said, and loses nothing."""
     page = context.new_page()
     page.goto(url)
-    one = """(id, size) => ({ id, title: id, system: "", changed: 1,
-      messages: [{ role: "user", content: "x".repeat(size) }] })"""
-    page.evaluate(f"""() => {{
-      const one = {one};
-      for (const each of [1, 2, 3, 4]) {{
-        const made = one(`old ${{each}}`, 1_200_000);
-        localStorage.setItem(`anyaccel.conversation.${{made.id}}`, JSON.stringify(made));
-      }}
-    }}""")
-    page.reload()
-    expect(page.locator("#list .entry")).to_have_count(4)
-    expect(page.locator("#notice")).to_be_hidden()
+    expect(page.locator("#model")).to_have_value("fake")
+    say(page, "x" * 300)
+    answered(page, 2)
     page.evaluate("""() => {
-      for (let size = 1 << 20; size; size >>= 1) {
-        const name = `filler ${size}`;
-        try { localStorage.setItem(name, "x".repeat(size)); } catch { }
-      }
+      const put = IDBObjectStore.prototype.put;
+      IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
+      globalThis.makeRoom = () => { IDBObjectStore.prototype.put = put; };
     }""")
     page.click("#new")
     say(page, "no room for this")
     expect(answered(page, 2)).to_have_text("You said: no room for this")
     expect(page.locator("#notice")).to_contain_text("no room left")
-    expect(page.locator("#list .entry")).to_have_count(5)
+    expect(page.locator("#list .entry")).to_have_count(2)
     with page.expect_download() as loading:
         page.locator("#notice button").click()
-    assert len(json.loads(Path(loading.value.path()).read_text())) == 5
+    assert len(json.loads(Path(loading.value.path()).read_text())) == 2
     if FOLDER is not None:
         page.screenshot(path=FOLDER / "full.png")
+    page.evaluate("makeRoom()")
     page.on("dialog", lambda dialog: dialog.accept())
-    page.locator("#list .entry", has_text="old 4").hover()
-    page.locator("#list .entry", has_text="old 4").locator(".delete").click()
+    page.locator("#list .entry", has_text="xxx").hover()
+    page.locator("#list .entry", has_text="xxx").locator(".delete").click()
     expect(page.locator("#notice")).to_be_hidden()
     page.reload()
-    expect(page.locator("#list .entry")).to_have_count(4)
+    expect(page.locator("#list .entry")).to_have_count(1)
     expect(page.locator("#list")).to_contain_text("no room for this")
-    page.evaluate("localStorage.clear()")
+    page.close()
+
+
+def no_quota(context: BrowserContext, url: str) -> None:
+    """What the browser itself says once an origin has no room, which it remembers for a while."""
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Storage.overrideQuotaForOrigin", {"origin": url, "quotaSize": 1})
+    page.goto(url)
+    expect(page.locator("#model")).to_have_value("fake")
+    say(page, "hello")
+    answered(page, 2)
+    expect(page.locator("#notice")).to_contain_text("no room left")
     page.close()
 
 
@@ -257,24 +407,58 @@ def settings(page: Page) -> None:
     page.click("#theme")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     page.click("#theme")
-    page.on("dialog", lambda dialog: dialog.accept())
+    page.once("dialog", lambda dialog: dialog.accept())
     page.locator(".entry.current .delete").click()
     expect(page.locator("#list .entry")).to_have_count(1)
 
 
+def keyboard(page: Page) -> None:
+    """All of a conversation without a mouse."""
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator("#text")).to_be_focused()
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    answered(page, 2)
+    expect(page.locator("#said")).to_have_text("The answer is complete")  # which a screen reader says
+    edit = page.locator("article.user").get_by_role("button", name="Edit")
+    edit.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("article.edit textarea")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(edit).to_be_focused()
+    page.keyboard.press("Shift+Escape")
+    expect(page.locator("#text")).to_be_focused()
+    page.keyboard.press("Shift+Tab")
+    expect(page.locator("#attach")).to_be_focused()
+
+
+def accessible(page: Page) -> None:
+    """No rule of axe-core is violated by what is shown."""
+    found = Axe().run(page)
+    assert not found.violations_count, found.generate_report()
+
+
 def headings(page: Page) -> None:
-    """Marks that close a heading are none of it; and a line of blanks does not take seconds."""
+    """Marks that close a heading are none of it; and long texts do not take seconds."""
     found = page.evaluate(
         """async () => {
-          const { markdown } = await import("./page/markdown.js");
-          const slow = "# a" + " ".repeat(200000) + "x";
-          const formulas = "so \\\\(a_1*b*c_2\\\\) and \\\\[x\\\\] and $$y_1*z*$$ but \\\\*no\\\\*";
-          const shown = markdown(formulas)[0].innerHTML;
-          if (shown !== formulas.replaceAll("\\\\*", "*")) return [shown];
-          return ["# C#", "## Two ##", "#", "# #", slow].map((each) => markdown(each)[0].textContent.slice(0, 5));
+          const { draw } = await import("./page/markdown.js");
+          const shown = (text) => {
+            const node = document.createElement("div");
+            draw(node, text);
+            return node.textContent;
+          };
+          const start = performance.now();
+          const blanks = "# a" + " ".repeat(200000) + "x";
+          const long = [blanks, "\\\\(".repeat(20000), "$$ a\\n".repeat(5000), "*a ".repeat(5000)];
+          for (const each of long) shown(each);
+          const seconds = (performance.now() - start) / 1000;
+          const short = ["# C#", "## Two ##", "costs $3 and $4", "so \\\\*no\\\\*"];
+          return [seconds, ...short.map((each) => shown(each).trim())];
         }"""
     )
-    assert found == ["C#", "Two", "#", "", "a    "], found
+    assert found[1:] == ["C#", "Two", "costs $3 and $4", "so *no*"], found
+    assert found[0] < 20, f"{found[0]:.1f} s"
 
 
 def markdown(page: Page) -> None:
@@ -283,8 +467,20 @@ def markdown(page: Page) -> None:
     before = page.locator("article").count()
     say(page, "markdown")
     body = answered(page, before + 2)
-    for shown in ("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.reasoning", "a"):
+    for shown in (
+        *("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.reasoning", "a", "sub"),
+        *(
+            ".hljs-keyword",
+            ".hljs-string",
+            ".formula .katex",
+            ".formula.display .katex-display",
+            "input[type=checkbox]",
+        ),
+    ):
         expect(body.locator(shown).first).to_be_attached()
+    expect(body.locator("input[type=checkbox]")).to_have_count(2)
+    expect(body.locator("input[type=checkbox]").first).to_be_checked()
+    expect(body).to_contain_text("a coffee costs $3 and a tea $2.")
     assert body.locator("script, img").count() == 0
     assert body.locator("a[href^='javascript']").count() == 0
     expect(body).to_contain_text('<script>alert("no")</script>')
@@ -301,19 +497,23 @@ def key(page: Page, url: str) -> None:
     say(page, "opened")
     expect(answered(page, 2)).to_have_text("You said: opened")
     assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
+    page.locator("#export summary").click()
+    with page.expect_download() as loading:
+        page.get_by_role("button", name="All as JSON").click()
+    assert "sesame" not in Path(loading.value.path()).read_text()
 
 
 def main() -> None:
     """All of it, at two widths, light and dark."""
     url, locked = sys.argv[1:3]
-    expect.set_options(timeout=60_000)
+    expect.set_options(timeout=TIMEOUT)
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
         for device, (width, height) in SIZES.items():
             for scheme in ("light", "dark"):
                 context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-                context.set_default_timeout(60_000)
+                context.set_default_timeout(TIMEOUT)
                 page = context.new_page()
                 problems: list[str] = []
                 page.on("pageerror", lambda error, problems=problems: problems.append(str(error)))
@@ -321,21 +521,37 @@ def main() -> None:
                 if scheme == "light" and device == "desktop":
                     converse(page, url)
                     settings(page)
-                    headings(page)
+                    for check in (continuing, functions, attachments, exported, keyboard, headings):
+                        check(page)
                     key(page, locked)
-                    for part in (tabs, interrupted, full, stopping):
+                    for part in (tabs, interrupted, full, no_quota, stopping, old):
                         fresh = browser.new_context()
-                        fresh.set_default_timeout(60_000)
+                        fresh.set_default_timeout(TIMEOUT)
                         part(fresh, url)
                         fresh.close()
                 page.goto(url)
+                expect(page.locator("#model")).to_have_value("fake")
+                page.click("#open-side") if device == "phone" else None
+                page.click("#new")
+                accessible(page)
                 markdown(page)
+                page.locator("details.reasoning summary").click()
+                accessible(page)
                 if FOLDER is not None:
                     page.screenshot(path=FOLDER / f"{device}-{scheme}.png")
+                page.locator("article.user").get_by_role("button", name="Edit").click()
+                page.click("#open-settings")
+                page.locator("#export summary").click()
+                accessible(page)
+                page.keyboard.press("Escape")
                 if device == "phone":
                     page.click("#open-side")
                     expect(page.locator("#side")).to_be_in_viewport()
+                    accessible(page)
                     page.keyboard.press("Escape")
+                page.goto(f"{url}/docs")
+                expect(page.locator("section").first).to_be_visible()
+                accessible(page)
                 assert not problems, problems
                 context.close()
         browser.close()

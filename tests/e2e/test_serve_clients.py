@@ -117,7 +117,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium: apt-get install chromium")
-    with serving("--pause", "0.002") as server, serving("--key", "sesame") as locked:
+    less = ("--log-level", "warning")
+    with serving("--pause", "0.002", *less) as server, serving("--key", "sesame", *less) as locked:
         run(BIN / "python", CLIENTS / "page.py", server.url, locked.url, tmp_path, CHROMIUM=chromium)
     assert len(list(tmp_path.glob("*.png"))) == 5
 

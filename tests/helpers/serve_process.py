@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--connections", type=int)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--log-level", default="info", help="a test that does not read the log asks for less of it")
     parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
     connection._LINGER_S = 60.0  # a busy machine may take its time for what a client still sends
@@ -94,6 +95,7 @@ def main() -> None:
         ssl_certfile=options.ssl[1],
         root_path=options.root_path,
         json_logs=True,
+        log_level=options.log_level,
     )
     listening.check(settings)
     engine = Slow()

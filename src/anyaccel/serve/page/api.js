@@ -55,7 +55,7 @@ async function* events(body) {
   }
 }
 
-/** The parts of an answer as they come: {content, reasoning, finish, usage}. */
+/** The parts of an answer as they come: {content, reasoning, calls, finish, usage}. */
 export async function* chat(body, signal) {
   const answer = await fetch("v1/chat/completions", {
     method: "POST",
@@ -72,6 +72,7 @@ export async function* chat(body, signal) {
     yield {
       content: choice?.delta.content ?? "",
       reasoning: choice?.delta.reasoning_content ?? "",
+      calls: choice?.delta.tool_calls ?? [],
       finish: choice?.finish_reason ?? null,
       usage: chunk.usage ?? null,
     };

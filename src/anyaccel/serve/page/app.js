@@ -3,16 +3,20 @@
 
 import { ServerError, chat, models } from "./api.js";
 import * as conversations from "./conversations.js";
-import { copyButton, element, markdown } from "./markdown.js";
+import { button, element, save } from "./elements.js";
+import { fill, messageNode } from "./messages.js";
 import * as store from "./store.js";
+import * as tree from "./tree.js";
 
 const at = (id) => document.getElementById(id);
 const { settings } = store;
 const SAVE_MS = 1000; // between two times that an answer is kept while it comes
+const MOST_FILE = 1 << 20; // bytes of an attached file
 const running = new Map(); // conversation -> the AbortController of the answer that comes
 const nodes = new WeakMap(); // message -> its node, where it is shown
 let leaving = false; // the page is left, and the browser breaks off running answers
-let current = conversations.all()[0] ?? conversations.create();
+let files = []; // attached to the next message
+let current = tree.create();
 
 // Theme -------------------------------------------------------------------------------------------------------
 
@@ -33,6 +37,7 @@ function showSettings() {
   for (const name of store.NUMBERS) at(name).value = settings[name] ?? "";
   at("key").value = store.getKey();
   at("system").value = current.system;
+  at("tools").value = settings.tools;
 }
 for (const name of store.NUMBERS) {
   at(name).addEventListener("change", (event) => {
@@ -46,30 +51,44 @@ at("system").addEventListener("input", (event) => {
   current.system = event.target.value;
   if (current.messages.length) keep(current);
 });
+at("tools").addEventListener("change", (event) => {
+  const text = event.target.value;
+  let problem = "";
+  try {
+    store.tools(text);
+    settings.tools = text;
+    store.saveSettings();
+  } catch (error) {
+    problem = `This is no JSON: ${error.message}. The functions are as they were before.`;
+  }
+  at("tools-wrong").textContent = problem;
+  at("tools-wrong").hidden = !problem;
+  event.target.setAttribute("aria-invalid", String(Boolean(problem)));
+});
 at("key").addEventListener("change", (event) => {
   store.setKey(event.target.value.trim());
   showModels();
 });
-at("open-settings").addEventListener("click", () => {
-  const hidden = at("settings").toggleAttribute("hidden");
-  at("open-settings").setAttribute("aria-expanded", String(!hidden));
-});
+function openSettings(open) {
+  at("settings").hidden = !open;
+  at("open-settings").setAttribute("aria-expanded", String(open));
+}
+at("open-settings").addEventListener("click", () => openSettings(at("settings").hidden));
 
 async function showModels() {
   try {
     const found = await models();
-    at("model").replaceChildren(...found.map((each) => element("option", { value: each.id }, each.id)));
+    const name = ({ id, status }) => (status?.value === "unloaded" ? `${id} (not loaded)` : id);
+    at("model").replaceChildren(...found.map((each) => element("option", { value: each.id }, name(each))));
     at("model").value = found.some((each) => each.id === settings.model) ? settings.model : found[0].id;
     at("model").disabled = false;
   } catch (error) {
-    const text = error instanceof ServerError && error.status === 401 ? "API key needed" : "no server";
-    at("model").replaceChildren(element("option", { value: "" }, text));
+    const isLocked = error instanceof ServerError && error.status === 401;
+    at("model").replaceChildren(element("option", { value: "" }, isLocked ? "API key needed" : "no server"));
     at("model").disabled = true;
-    if (error instanceof ServerError && error.status === 401) {
-      at("settings").hidden = false;
-      at("open-settings").setAttribute("aria-expanded", "true");
-      at("key").focus();
-    }
+    if (!isLocked) return;
+    openSettings(true);
+    at("key").focus();
   }
 }
 at("model").addEventListener("change", (event) => {
@@ -79,11 +98,9 @@ at("model").addEventListener("change", (event) => {
 
 // Conversations -----------------------------------------------------------------------------------------------
 
-function keep(conversation) {
-  const id = conversation.id;
-  conversations.keep(conversation);
+async function keep(conversation) {
+  await conversations.keep(conversation);
   showNotice();
-  if (conversation.id !== id) showList(); // another tab has changed it: this is a copy now
 }
 
 /** Show that something is in this tab alone, and what to do about it. */
@@ -94,21 +111,41 @@ function showNotice() {
   at("notice").replaceChildren(element("span", {}, words), button("Download all", download));
 }
 
-function download() {
-  const url = URL.createObjectURL(new Blob([conversations.exported()], { type: "application/json" }));
-  element("a", { href: url, download: "conversations.json" }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60_000);
-}
+const download = () => save("conversations.json", JSON.stringify(conversations.all(), null, 1), "application/json");
+const fileName = () => (current.title || "conversation").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60);
 at("download").addEventListener("click", download);
+at("as-markdown").addEventListener("click", () => save(`${fileName()}.md`, tree.asMarkdown(current), "text/markdown"));
+at("as-json").addEventListener("click", () => save(`${fileName()}.json`, JSON.stringify(current, null, 1), "application/json"));
+at("import").addEventListener("click", async () => {
+  const [file] = await pickFiles({ accept: ".json,application/json" });
+  if (!file) return;
+  let count = 0;
+  try {
+    count = await conversations.take(await file.text());
+  } catch {
+    count = 0; // no JSON
+  }
+  say(count ? `${count} conversations imported` : `${file.name} has no conversations of this page`, !count);
+  showList();
+});
+at("export").addEventListener("click", (event) => {
+  if (event.target.tagName === "BUTTON") at("export").open = false;
+});
+document.addEventListener("click", (event) => {
+  if (!at("export").contains(event.target)) at("export").open = false;
+});
 
-conversations.watch({
-  isBusy: (conversation) => running.has(conversation),
-  changed(conversation, isRemoved) {
-    if (isRemoved) running.get(conversation)?.abort();
-    if (isRemoved && conversation === current) choose(conversations.all()[0] ?? conversations.create());
-    else if (conversation === current && !document.querySelector(".edit")) show(true);
-    else showList();
-  },
+/** Tell of something that has happened, also to those who hear the page. */
+function say(text, isWrong = false) {
+  at("said").textContent = text;
+  if (isWrong) alert(text);
+}
+
+conversations.watch((conversation, isRemoved) => {
+  if (isRemoved) running.get(conversation)?.abort();
+  if (isRemoved && conversation === current) choose(conversations.all()[0] ?? tree.create());
+  else if (conversation === current && !document.querySelector(".edit") && !running.has(current)) show(true);
+  else showList();
 });
 window.addEventListener("storage", (event) => {
   if (event.key !== store.SETTINGS) return;
@@ -120,14 +157,21 @@ window.addEventListener("storage", (event) => {
 function openSide(open) {
   at("side").classList.toggle("open", open);
   at("shade").hidden = !open;
+  if (open) at("close-side").focus();
 }
 at("open-side").addEventListener("click", () => openSide(true));
 at("close-side").addEventListener("click", () => openSide(false));
 at("shade").addEventListener("click", () => openSide(false));
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (at("shade").hidden && !document.querySelector(".edit")) stop();
-  openSide(false);
+  if (event.key === "Escape" && event.shiftKey) at("text").focus();
+  else if (event.key === "Escape") {
+    if (at("export").open) at("export").open = false;
+    else if (at("shade").hidden && !document.querySelector(".edit")) stop();
+    openSide(false);
+  } else if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    choose(tree.create());
+  }
 });
 
 function choose(conversation) {
@@ -136,26 +180,44 @@ function choose(conversation) {
   show();
   at("text").focus();
 }
-at("new").addEventListener("click", () => choose(conversations.create()));
+at("new").addEventListener("click", () => choose(tree.create()));
 
 function showList() {
-  const entries = conversations.all().map((each) =>
-    element(
+  const wanted = at("search").value.trim().toLowerCase();
+  const isFound = (each) =>
+    !wanted ||
+    each.title.toLowerCase().includes(wanted) ||
+    each.messages.some((message) => message.content.toLowerCase().includes(wanted));
+  const entries = conversations.all().filter(isFound).map((each) => {
+    const title = each.title || "Untitled";
+    const isCurrent = each === current;
+    return element(
       "div",
-      { class: each === current ? "entry current" : "entry" },
-      element("button", { onclick: () => choose(each), title: each.title }, each.title || "Untitled"),
-      element("button", { class: "delete", "aria-label": `Delete ${each.title}`, onclick: () => forget(each) }, "✕"),
-    ),
-  );
+      { class: isCurrent ? "entry current" : "entry" },
+      button(title, () => choose(each), { title, "aria-current": isCurrent ? "page" : null }),
+      button("✎", () => rename(each), { class: "more rename", "aria-label": `Rename ${title}` }),
+      button("✕", () => forget(each), { class: "more delete", "aria-label": `Delete ${title}` }),
+    );
+  });
   at("list").replaceChildren(...entries);
+  at("title").textContent = current.title || "New conversation";
+}
+at("search").addEventListener("input", showList);
+
+function rename(conversation) {
+  const title = prompt("Title", conversation.title)?.trim();
+  if (!title) return;
+  conversation.title = title;
+  keep(conversation);
+  showList();
 }
 
-function forget(conversation) {
+async function forget(conversation) {
   if (!confirm(`Delete “${conversation.title || "Untitled"}”?`)) return;
   running.get(conversation)?.abort();
-  conversations.remove(conversation);
+  await conversations.remove(conversation);
   showNotice();
-  if (conversation === current) choose(conversations.all()[0] ?? conversations.create());
+  if (conversation === current) choose(conversations.all()[0] ?? tree.create());
   else showList();
 }
 
@@ -171,114 +233,92 @@ function show(stays = false) {
 function showMessages(stays = false) {
   const scroll = at("scroll");
   const top = stays && scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight >= 80 ? scroll.scrollTop : null;
-  const shown = current.messages.map((message, place) => messageNode(message, place));
+  const shown = tree.path(current).map((each) => nodeOf(each));
   if (!shown.length) {
     shown.push(
-      element("div", { class: "empty" }, element("h1", {}, "What can I do for you?"), "The model runs on this server alone."),
+      element("div", { class: "empty" }, element("h2", {}, "What can I do for you?"), "The model runs on this server alone."),
     );
   }
   at("messages").replaceChildren(...shown);
   scroll.scrollTop = top ?? scroll.scrollHeight;
 }
 
-function button(text, action) {
-  return element("button", { type: "button", onclick: action }, text);
-}
+const view = (message) => ({
+  ...actions,
+  conversation: current,
+  comes: running.get(current)?.message === message,
+  isLast: message.id === current.leaf,
+  isRunning: running.has(current),
+});
 
-function speed(message) {
-  const stats = message.stats;
-  const parts = stats ? [`${stats.tokens} tokens`] : [];
-  if (stats?.rate) parts.push(`${stats.rate.toFixed(1)} tokens/s`);
-  if (stats) parts.push(`first after ${stats.first.toFixed(2)} s`);
-  const state = conversations.stateOf(message);
-  if (state === "interrupted") parts.push("interrupted: the page was closed while this answer came");
-  if (state === "coming") parts.push("this answer comes in another tab");
-  if (message.finish === "length") parts.push("cut by the most tokens");
-  if (message.finish === "stopped") parts.push("stopped");
-  return parts.join(" · ");
-}
-
-function messageNode(message, place) {
-  const under = element("div", { class: "under" });
-  const body = element("div", { class: "body" });
-  const node = element("article", { class: `message ${message.role}`, "aria-label": message.role }, body, under);
+/** The node of a message: the same as before if it would look the same, so that what is open or selected in it stays. */
+function nodeOf(message, isNew = false) {
+  const seen = view(message);
+  const { comes, isLast, isRunning } = seen;
+  const places = tree.versions(current, message).map((each) => each.id);
+  const looks = JSON.stringify([message, places, comes, isLast, isRunning, conversations.stateOf(message)]);
+  const there = nodes.get(message);
+  if (!isNew && there?.looks === looks && !there.classList.contains("edit")) return there;
+  const node = messageNode(message, seen);
+  node.looks = looks;
   nodes.set(message, node);
-  if (running.get(current)?.message === message) {
-    fill(body, message, true);
-    return node;
-  }
-  if (message.role === "user") {
-    body.textContent = message.content;
-    under.append(button("Edit", () => edit(node, place)), copyButton(() => message.content));
-    const isLast = place === current.messages.length - 1;
-    if (isLast && !running.has(current)) under.append(button("Answer", () => generate()));
-  } else {
-    fill(body, message);
-    under.append(copyButton(() => message.content));
-    if (place === current.messages.length - 1) under.append(button("Regenerate", () => regenerate(place)));
-    under.append(element("span", { class: "speed" }, speed(message)));
-    const later = () => node.isConnected && node.replaceWith(messageNode(message, place));
-    if (conversations.stateOf(message) === "coming") setTimeout(later, conversations.LIVES_MS); // unless its tab keeps more of it
-  }
   return node;
 }
 
-/** An answer, as far as it has come. */
-function fill(body, message, waiting = false) {
-  const nodes = [];
-  if (message.reasoning) {
-    const open = body.querySelector("details")?.open ?? (waiting && !message.content);
-    const reasoning = element("details", { class: "reasoning", open }, element("summary", {}, "Reasoning"));
-    reasoning.append(element("div", {}, message.reasoning.trim()));
-    nodes.push(reasoning);
-  }
-  nodes.push(...markdown(message.content));
-  if (message.wrong) nodes.push(element("div", { class: "wrong", role: "alert" }, message.wrong));
-  if (waiting && !message.content) nodes.push(element("span", { class: "waiting", "aria-label": "The answer comes" }));
-  body.replaceChildren(...nodes);
-}
-
-function regenerate(place) {
+/** End what comes in the conversation that is shown: something else is to come in its place. */
+function giveUp() {
   stop();
-  running.delete(current); // its answer is not wanted any more
-  current.messages.length = place;
-  generate();
+  running.delete(current);
 }
 
-function edit(node, place) {
-  const text = element("textarea", { rows: 3, "aria-label": "Message" });
-  text.value = current.messages[place].content;
-  const done = (event) => {
-    event.preventDefault();
-    if (!text.value.trim()) return;
-    stop();
-    running.delete(current);
-    current.messages.length = place;
-    say(text.value);
-  };
-  // This message alone: an answer that comes is drawn into its own node meanwhile.
-  const cancel = () => node.replaceWith(messageNode(current.messages[place], place));
-  const buttons = element("div", { class: "under" }, button("Cancel", cancel));
-  buttons.append(element("button", { type: "button", class: "primary", onclick: done }, "Send"));
-  node.classList.add("edit");
-  node.replaceChildren(text, buttons);
-  text.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      event.stopPropagation(); // it is for this message, and not for an answer that comes
-      cancel();
-    }
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) done(event);
-  });
-  text.focus();
-}
+const actions = {
+  /** Show a message anew in the place of its node. */
+  renew(message, node) {
+    const made = nodeOf(message, true);
+    node.replaceWith(made);
+    return made;
+  },
+  /** An edited message is a further branch; below one of the user's, an answer comes. */
+  edit(message, content) {
+    if (message.role === "user") giveUp();
+    const { role, model } = message;
+    const made = { role, content, ...(message.files ? { files: message.files } : {}), ...(model ? { model } : {}) };
+    const added = tree.add(current, message.parent, made);
+    keep(current);
+    if (role === "user") generate(added);
+    else show(true);
+  },
+  regenerate(message) {
+    giveUp();
+    generate(tree.path(current, message.parent).at(-1) ?? null);
+  },
+  answer: (message) => generate(message),
+  goOn: (message) => generate(message, message),
+  choose(message) {
+    tree.show(current, message);
+    keep(current);
+    show(true);
+  },
+  results(message, texts) {
+    let last = message;
+    message.calls.forEach(({ id, name }, place) => {
+      last = tree.add(current, last.id, { role: "tool", call: id, name, content: texts[place] });
+    });
+    keep(current);
+    generate(last);
+  },
+};
 
 // Answers -----------------------------------------------------------------------------------------------------
 
-function say(text) {
-  current.messages.push({ role: "user", content: text });
-  current.title ||= text.trim().split("\n")[0].slice(0, 60);
+function ask(content) {
+  const made = { role: "user", content, ...(files.length ? { files } : {}) };
+  const message = tree.add(current, current.leaf, made);
+  current.title ||= (content.trim() || files[0].name).split("\n")[0].slice(0, 60);
+  files = [];
+  showFiles();
   keep(current);
-  generate();
+  generate(message);
 }
 
 function stop() {
@@ -291,14 +331,10 @@ function showRunning() {
   at("stop").hidden = !running.has(current);
 }
 
-/** The page is left, which breaks off running answers: keep them as far as they came, with a mark. */
+/** The page is left, which breaks off running answers. */
 window.addEventListener("pagehide", () => {
   leaving = true;
-  for (const [conversation, { message }] of running) {
-    delete message.coming;
-    message.finish = "interrupted";
-    conversations.keep(conversation);
-  }
+  conversations.leave([...running].map(([conversation, { message }]) => [conversation, message]));
 });
 window.addEventListener("pageshow", (event) => {
   if (event.persisted) location.reload(); // the answers that ran when it was left have been broken off
@@ -307,12 +343,17 @@ window.addEventListener("beforeunload", (event) => {
   if (conversations.isUnsaved()) event.preventDefault(); // the browser asks whether to leave
 });
 
-function requestBody(conversation) {
-  const messages = conversation.messages
-    .filter((each) => each.content)
-    .map(({ role, content }) => ({ role, content }));
+/** What to ask for an answer below a message; or for more of it, where it is an answer itself. */
+function requestBody(conversation, above, goesOn) {
+  const messages = tree
+    .path(conversation, above?.id ?? null)
+    .filter((each) => each.content || each.calls || each.files || each.role === "tool")
+    .map(tree.forRequest);
   if (conversation.system.trim()) messages.unshift({ role: "system", content: conversation.system });
   const body = { messages, ...store.numbers() };
+  const tools = store.tools();
+  if (tools.length) body.tools = tools;
+  if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   if (at("model").value) body.model = at("model").value;
   return body;
 }
@@ -329,15 +370,29 @@ function isSelected(node) {
   return !selection.isCollapsed && selection.containsNode(node, true);
 }
 
-async function generate() {
+/** Calls come in pieces: the first has the name, and all have some of the arguments. */
+function addCalls(message, deltas) {
+  message.calls ??= [];
+  for (const { index = message.calls.length, id, function: part } of deltas) {
+    message.calls[index] ??= { id, name: "", text: "" };
+    message.calls[index].name += part?.name ?? "";
+    message.calls[index].text += part?.arguments ?? "";
+  }
+}
+
+/** Let an answer come below a message; or `more` of an answer that has ended early. */
+async function generate(above, more = null) {
   const conversation = current;
   const controller = new AbortController();
-  const body = requestBody(conversation);
-  const message = { role: "assistant", content: "", reasoning: "", coming: Date.now() };
+  const body = requestBody(conversation, above, more !== null);
+  const fresh = { role: "assistant", content: "", reasoning: "", model: body.model };
+  const message = more ?? tree.add(conversation, above?.id ?? null, fresh);
+  delete message.finish;
+  message.coming = Date.now();
   controller.message = message;
   running.set(conversation, controller);
-  conversation.messages.push(message);
   show();
+  say("The answer comes");
   const scroll = at("scroll");
   const follows = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
   const isMine = () => running.get(conversation) === controller;
@@ -351,8 +406,8 @@ async function generate() {
     if (!isMine() || conversation !== current) return;
     const below = follows();
     const node = nodes.get(message);
-    if (isSelected(node)) return; // drawing it anew would take the selection away
-    fill(node.querySelector(".body"), message, true);
+    if (isSelected(node)) return; // drawing its end anew would take the selection away
+    fill(node.querySelector(".body"), message, view(message));
     if (pieces > 1) {
       const rate = (1000 * (pieces - 1)) / (performance.now() - first);
       node.querySelector(".under").replaceChildren(element("span", { class: "speed" }, `${rate.toFixed(1)} tokens/s`));
@@ -360,17 +415,19 @@ async function generate() {
     if (below) scroll.scrollTop = scroll.scrollHeight;
   };
   const saving = setInterval(() => {
-    if (!isMine()) return;
-    message.coming = Date.now();
+    if (!isMine() || !conversations.all().includes(conversation)) return;
+    message.saved = message.coming = Date.now();
     keep(conversation);
   }, SAVE_MS);
   try {
     for await (const part of chat(body, controller.signal)) {
-      if (part.content || part.reasoning) {
+      if (part.content || part.reasoning || part.calls.length) {
         first ||= performance.now();
         pieces += 1;
         message.content += part.content;
-        message.reasoning += part.reasoning;
+        message.reasoning = (message.reasoning ?? "") + part.reasoning;
+        if (part.calls.length) addCalls(message, part.calls);
+        if (message.reasoning && (part.content || part.calls.length)) message.thought ??= (performance.now() - first) / 1000;
         drawn ||= requestAnimationFrame(draw);
       }
       message.finish = part.finish ?? message.finish;
@@ -383,20 +440,26 @@ async function generate() {
   clearInterval(saving);
   if (leaving) return;
   delete message.coming;
+  message.saved = Date.now();
   const seconds = (performance.now() - first) / 1000;
   const tokens = usage?.completion_tokens ?? pieces;
   if (first) {
     message.stats = { tokens, rate: tokens > 1 ? (tokens - 1) / seconds : 0, first: (first - start) / 1000 };
   }
   if (!message.reasoning) delete message.reasoning;
-  if (!isMine()) return; // another answer has taken its place
-  running.delete(conversation);
-  const isEmpty = !message.content && !message.reasoning && !message.wrong;
-  if (isEmpty && message.finish === "stopped") conversation.messages.pop();
-  if (conversations.all().includes(conversation)) keep(conversation); // else it was deleted
+  if (message.finish !== "tool_calls") delete message.calls; // they have not come as a whole
+  const isEmpty = !message.content && !message.reasoning && !message.wrong && !message.calls;
+  if (isMine()) running.delete(conversation);
+  if (isEmpty && message.finish === "stopped") {
+    const { leaf } = conversation;
+    tree.drop(conversation, message);
+    if (leaf !== message.id) conversation.leaf = leaf; // another answer has taken its place
+  }
+  if (conversations.all().includes(conversation)) await keep(conversation); // else it was deleted
   if (conversation !== current) return;
-  if (!conversation.messages.includes(message)) {
-    show();
+  say(message.wrong ?? (message.finish === "stopped" ? "The answer was stopped" : "The answer is complete"));
+  if (running.has(conversation) || !tree.path(conversation).includes(message)) {
+    if (!running.has(conversation)) show();
     return;
   }
   showList();
@@ -404,10 +467,10 @@ async function generate() {
   while (isSelected(nodes.get(message))) {
     await new Promise((done) => document.addEventListener("selectionchange", done, { once: true }));
   }
-  if (conversation !== current || !conversation.messages.includes(message)) return;
+  if (conversation !== current || running.has(conversation) || !tree.path(conversation).includes(message)) return;
   const below = follows();
   // The rest stays as it is: another message, or a setting, may be edited at this moment.
-  nodes.get(message).replaceWith(messageNode(message, conversation.messages.indexOf(message)));
+  actions.renew(message, nodes.get(message));
   if (below) scroll.scrollTop = scroll.scrollHeight;
 }
 
@@ -427,14 +490,77 @@ text.addEventListener("keydown", (event) => {
 });
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!text.value.trim() || running.has(current)) return;
+  if ((!text.value.trim() && !files.length) || running.has(current)) return;
   const content = text.value;
   text.value = "";
   fit();
-  say(content);
+  ask(content);
+});
+
+/** Files that somebody chooses. */
+function pickFiles(attributes) {
+  const field = element("input", { type: "file", ...attributes });
+  return new Promise((done) => {
+    field.addEventListener("change", () => done([...field.files]));
+    field.addEventListener("cancel", () => done([]));
+    field.click();
+  });
+}
+
+/** Attach files that are text. */
+async function attach(chosen) {
+  const refused = [];
+  for (const file of chosen) {
+    try {
+      if (file.size > MOST_FILE) throw new Error("it has more than a megabyte");
+      const read = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+      if (read.includes("\0")) throw new Error("it is no text");
+      files.push({ name: file.name, text: read });
+    } catch (error) {
+      refused.push(`${file.name}: ${error instanceof TypeError ? "it is no text in UTF-8" : error.message}`);
+    }
+  }
+  showFiles();
+  if (refused.length) say(`Not attached: ${refused.join("; ")}`, true);
+  text.focus();
+}
+
+function showFiles() {
+  const shown = files.map((file) => {
+    const away = () => {
+      files = files.filter((each) => each !== file);
+      showFiles();
+    };
+    return element("span", {}, file.name, button("✕", away, { "aria-label": `Remove ${file.name}` }));
+  });
+  at("files").replaceChildren(...shown);
+}
+at("attach").addEventListener("click", async () => attach(await pickFiles({ multiple: true })));
+const dropped = (event) => [...(event.dataTransfer ?? event.clipboardData).files];
+const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+document.addEventListener("dragover", (event) => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  at("composer").classList.add("over");
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) at("composer").classList.remove("over");
+});
+document.addEventListener("drop", (event) => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  at("composer").classList.remove("over");
+  attach(dropped(event));
+});
+text.addEventListener("paste", (event) => {
+  if (!dropped(event).length) return;
+  event.preventDefault();
+  attach(dropped(event));
 });
 
 showTheme();
+showModels();
+await conversations.load();
+current = conversations.all()[0] ?? current;
 show();
 showNotice();
-showModels();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The OpenAPI document for people: addresses, and the fields of what they take.
 
-import { element } from "./markdown.js";
+import { element } from "./elements.js";
 
 const openapi = await (await fetch("openapi.json")).json();
 const shape = (reference) => openapi.components.schemas[reference.split("/").at(-1)];

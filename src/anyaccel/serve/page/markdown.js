@@ -1,200 +1,148 @@
 // SPDX-License-Identifier: Apache-2.0
-// Markdown as nodes of the page. What a model writes is never read as HTML: text becomes text nodes, and the only
-// addresses that become links are those of http, https and mailto.
+// Markdown as nodes of the page: marked reads it, and DOMPurify lets through what a text needs, so that what a model writes
+// never runs and loads nothing. Highlighting and formulas come with libraries that are loaded when they are needed first.
 
-/** An element with children. */
-export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value === true) made.setAttribute(key, "");
-    else if (value !== false && value != null) made.setAttribute(key, value);
-  }
-  made.append(...children);
-  return made;
+import { copyButton, element } from "./elements.js";
+import { DOMPurify, Marked } from "./vendor/text.js";
+
+const escape = (text) => text.replace(/[&<>"']/g, (each) => `&#${each.charCodeAt(0)};`);
+
+// Lengths have bounds, so that a text with many beginnings and no ends does not take long.
+const INSIDE = /^(?:\$\$([^]{1,1000}?)\$\$|\\\[([^]{1,1000}?)\\\]|\\\(([^]{1,1000}?)\\\)|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
+const BLOCK = /^ {0,3}(?:\$\$([^]{1,10000}?)\$\$|\\\[([^]{1,10000}?)\\\])[ \t]*(?:\n|$)/;
+
+function formula(raw, text, isDisplay) {
+  return { type: "formula", raw, text: text.trim(), isDisplay };
 }
+const showFormula = ({ text, isDisplay }) => `<span class="${isDisplay ? "formula display" : "formula"}">${escape(text)}</span>`;
+const FORMULAS = [
+  {
+    name: "formulas",
+    level: "block",
+    start: (source) => source.match(/(?:^|\n) {0,3}(?:\$\$|\\\[)/)?.index,
+    tokenizer(source) {
+      const found = BLOCK.exec(source);
+      return found ? { ...formula(found[0], found[1] ?? found[2], true), type: "formulas" } : undefined;
+    },
+    renderer: (token) => `<p>${showFormula(token)}</p>`,
+  },
+  {
+    name: "formula",
+    level: "inline",
+    start: (source) => source.match(/\$|\\\(|\\\[/)?.index,
+    tokenizer(source) {
+      const found = INSIDE.exec(source);
+      if (!found) return undefined;
+      const display = found[1] ?? found[2];
+      return formula(found[0], display ?? found[3] ?? found[4], display !== undefined);
+    },
+    renderer: showFormula,
+  },
+];
 
-// What is inside of a line, the longest marks first. Each has one group for its text, a link two.
-const INSIDE = new RegExp(
-  [
-    "(?<formula>\\\\\\(.+?\\\\\\)|\\\\\\[.+?\\\\\\]|\\$\\$.+?\\$\\$)",
-    "(`+)(?<code>[^`]|[^`].*?[^`])\\2(?!`)",
-    "\\*\\*(?<strong>[^\\s*](?:.*?[^\\s])?)\\*\\*",
-    "(?<![\\w_])__(?<strong2>[^\\s_](?:.*?[^\\s])?)__(?![\\w_])",
-    "~~(?<del>[^\\s~](?:.*?[^\\s])?)~~",
-    "\\*(?<em>[^\\s*](?:[^*]*?[^\\s*])?)\\*",
-    "(?<![\\w_])_(?<em2>[^\\s_](?:[^_]*?[^\\s_])?)_(?![\\w_])",
-    "!?\\[(?<label>[^\\]]*)\\]\\((?<target>[^()\\s]+(?:\\([^()\\s]*\\))?[^()\\s]*)(?:\\s+\"[^\"]*\")?\\)",
-    "(?<bare>https?://[^\\s<>()]*[^\\s<>().,;:!?'\"])",
-    "\\\\(?<plain>[!-/:-@\\[-`{-~])",
-  ].join("|"),
-  "su",
-);
-const NAMES = { strong: "strong", strong2: "strong", del: "del", em: "em", em2: "em" };
+// What models write of HTML within Markdown; other tags are shown as they were written.
+const PLAIN_TAG = /^<\/?(?:br|b|i|u|s|sub|sup|kbd|mark|details|summary)\s*\/?>$/i;
 
-function link(target, label) {
-  let address;
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  extensions: FORMULAS,
+  // A line that begins with another tag is text like any other: undefined stands for "none here", false for marked's own way.
+  tokenizer: { html: (source) => (/^ {0,3}<\/?(?:details|summary)\b/i.test(source) ? false : undefined) },
+  renderer: {
+    html: ({ text }) => text.replace(/<[^>]*>|[&<>]/g, (each) => (PLAIN_TAG.test(each) ? each : escape(each))),
+    // Loading a picture would tell its site what a model has read: its address can be followed instead.
+    image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
+    code: ({ text, lang }) => `<pre><code class="language-${escape((lang ?? "").split(/\s/)[0])}">${escape(text)}</code></pre>`,
+    checkbox: ({ checked }) =>
+      `<input type="checkbox" disabled aria-label="${checked ? "done" : "to do"}"${checked ? " checked" : ""}> `,
+  },
+});
+
+const PLAIN = ["title", "class", "start", "align", "type", "checked", "disabled", "aria-label"];
+const CLEAN = {
+  RETURN_DOM_FRAGMENT: true,
+  ALLOWED_TAGS: [
+    ...["p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "hr", "pre", "table", "thead", "tbody", "tr", "th", "td"],
+    ...["a", "strong", "em", "del", "b", "i", "s", "u", "mark", "code", "br", "sub", "sup", "kbd", "details", "summary", "span", "input"],
+  ],
+  ALLOWED_ATTR: ["href", ...PLAIN],
+  ADD_URI_SAFE_ATTR: PLAIN, // the others are addresses, to which the expression below applies
+  ALLOW_ARIA_ATTR: false,
+  ALLOW_DATA_ATTR: false,
+  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+};
+
+/** A piece of Markdown as HTML, before it is cleaned. */
+export const html = (tokens) => marked.parser(tokens);
+
+/** The pieces of a text, each of which is shown by itself. */
+export function pieces(text) {
   try {
-    address = new URL(target);
-  } catch {
-    return [document.createTextNode(`${label} (${target})`)];
+    return marked.lexer(text.replace(/[ \t]{500,}/g, " ".repeat(500))); // looking for an end behind blanks takes long
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    return [{ type: "text", raw: text, text, escaped: false }]; // thousands of quotations within each other
   }
-  if (!["http:", "https:", "mailto:"].includes(address.protocol)) return [document.createTextNode(label)];
-  return [element("a", { href: address.href, target: "_blank", rel: "noopener noreferrer" }, label)];
 }
 
-/** A text of a paragraph as nodes. */
-function inline(text, depth = 0) {
-  const nodes = [];
-  while (text) {
-    // A text of this length is none that a person marks up, and looking for marks in it would take long.
-    const found = depth < 8 && text.length < 20000 ? INSIDE.exec(text) : null;
-    if (!found) {
-      nodes.push(document.createTextNode(text));
-      break;
-    }
-    if (found.index) nodes.push(document.createTextNode(text.slice(0, found.index)));
-    const parts = found.groups;
-    const name = Object.keys(NAMES).find((each) => parts[each] !== undefined);
-    if (parts.formula !== undefined) nodes.push(document.createTextNode(parts.formula));
-    else if (parts.code !== undefined) nodes.push(element("code", {}, parts.code.trim() || parts.code));
-    else if (name) nodes.push(element(NAMES[name], {}, ...inline(parts[name], depth + 1)));
-    else if (parts.target !== undefined) nodes.push(...link(parts.target, parts.label || parts.target));
-    else if (parts.bare !== undefined) nodes.push(...link(parts.bare, parts.bare));
-    else nodes.push(document.createTextNode(parts.plain));
-    text = text.slice(found.index + found[0].length);
+function nodesOf(token) {
+  const made = DOMPurify.sanitize(html([token]), CLEAN);
+  for (const link of made.querySelectorAll("a")) {
+    if (link.href) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   }
-  return nodes;
-}
-
-/** Lines with breaks where they end with two spaces. */
-function paragraph(lines) {
-  const nodes = [];
-  lines.forEach((line, place) => {
-    if (place) nodes.push(/ {2}$|\\$/.test(lines[place - 1]) ? element("br") : document.createTextNode("\n"));
-    nodes.push(line.replace(/(?: {2,}|\\)$/, "").trim());
-  });
-  // Marks may go over several lines, so that these are joined before they are looked for.
-  const joined = [];
-  let text = "";
-  for (const node of nodes) {
-    if (typeof node === "string") text += node;
-    else if (node.nodeType === Node.TEXT_NODE) text += node.data;
-    else {
-      joined.push(...inline(text), node);
-      text = "";
-    }
+  for (const pre of made.querySelectorAll("pre")) {
+    const code = pre.querySelector("code");
+    pre.replaceWith(codeBlock(code.className.replace("language-", ""), code.textContent));
   }
-  return [...joined, ...inline(text)];
+  for (const table of made.querySelectorAll("table")) {
+    const around = element("div", { class: "table", role: "group", "aria-label": "Table", tabindex: "0" });
+    table.replaceWith(around);
+    around.append(table);
+  }
+  for (const each of made.querySelectorAll(".formula")) showMath(each);
+  return [...made.childNodes];
 }
 
-/** A button that copies a text, also where the page has come without HTTPS and browsers give it no clipboard. */
-export function copyButton(text) {
-  const made = element("button", { type: "button", class: "quiet" }, "Copy");
-  made.addEventListener("click", async () => {
-    if (navigator.clipboard) await navigator.clipboard.writeText(text());
-    else {
-      const field = element("textarea", { class: "unseen" });
-      field.value = text();
-      document.body.append(field);
-      field.select();
-      document.execCommand("copy");
-      field.remove();
-    }
-    made.textContent = "Copied";
-    setTimeout(() => (made.textContent = "Copy"), 1500);
-  });
-  return made;
-}
-
-function codeBlock(language, text) {
+export function codeBlock(language, text) {
+  const code = element("code", {}, text);
+  highlight(code, language, text);
   const head = element("div", {}, element("span", {}, language || "text"), copyButton(() => text));
-  return element("div", { class: "code" }, head, element("pre", {}, element("code", {}, text)));
+  return element("div", { class: "code" }, head, element("pre", { tabindex: "0" }, code));
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
-const CLOSING = /(?:^|[ \t])#{1,64}$/; // of a heading; the mark of C# is none
-const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const QUOTE = /^ {0,3}> ?/;
-const DIVIDER = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+let highlighter = null;
+async function highlight(code, language, text) {
+  if (!language || text.length > 100_000) return;
+  highlighter ??= (await import("./vendor/highlight.js")).default;
+  if (!highlighter.getLanguage(language)) return;
+  const { value } = highlighter.highlight(text, { language, ignoreIllegals: true });
+  code.replaceChildren(DOMPurify.sanitize(value, CLEAN));
+}
 
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((each) => each.trim());
-
-/** Nodes for a whole text. */
-export function markdown(text, depth = 0) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n");
-  const nodes = [];
-  let place = 0;
-  const begins = (line, next) =>
-    FENCE.test(line) || HEADING.test(line) || RULE.test(line) || ITEM.test(line) || QUOTE.test(line) ||
-    (line.includes("|") && next !== undefined && next.includes("-") && DIVIDER.test(next));
-  while (place < lines.length) {
-    const line = lines[place];
-    let found;
-    if (!line.trim()) {
-      place += 1;
-    } else if ((found = FENCE.exec(line))) {
-      const [, mark, language] = found;
-      const inside = [];
-      place += 1;
-      while (place < lines.length && !(lines[place].trim().startsWith(mark) && !lines[place].trim().replaceAll(mark[0], ""))) {
-        inside.push(lines[place++]);
-      }
-      place += 1;
-      nodes.push(codeBlock(language, inside.join("\n")));
-    } else if ((found = HEADING.exec(line))) {
-      const title = found[2].trimEnd().replace(CLOSING, "").trimEnd();
-      nodes.push(element(`h${found[1].length}`, {}, ...inline(title)));
-      place += 1;
-    } else if (RULE.test(line)) {
-      nodes.push(element("hr"));
-      place += 1;
-    } else if (QUOTE.test(line) && depth < 6) {
-      const inside = [];
-      while (place < lines.length && QUOTE.test(lines[place])) inside.push(lines[place++].replace(QUOTE, ""));
-      nodes.push(element("blockquote", {}, ...markdown(inside.join("\n"), depth + 1)));
-    } else if ((found = ITEM.exec(line)) && depth < 6) {
-      const ordered = /\d/.test(found[2]);
-      const list = element(ordered ? "ol" : "ul", ordered ? { start: parseInt(found[2], 10) } : {});
-      const indent = found[1].length;
-      while (place < lines.length) {
-        const item = ITEM.exec(lines[place]);
-        if (!item || item[1].length > indent + 1 || item[1].length < indent || /\d/.test(item[2]) !== ordered) break;
-        const inside = [item[3]];
-        const width = item[1].length + item[2].length + 1;
-        place += 1;
-        while (place < lines.length) {
-          const more = lines[place];
-          const isIndented = more.search(/\S/) >= Math.min(width, indent + 2);
-          if (!more.trim()) {
-            const next = lines[place + 1];
-            if (next === undefined || !(next.search(/\S/) >= Math.min(width, indent + 2))) break;
-          } else if (!isIndented && (begins(more, lines[place + 1]) || !lines[place - 1].trim())) break;
-          inside.push(isIndented ? more.slice(Math.min(width, more.search(/\S/))) : more);
-          place += 1;
-        }
-        const made = markdown(inside.join("\n"), depth + 1);
-        const tight = made.length && made[0].nodeName === "P" ? [...made.shift().childNodes, ...made] : made;
-        list.append(element("li", {}, ...tight));
-        if (place < lines.length && !lines[place].trim() && ITEM.test(lines[place + 1] ?? "")) place += 1;
-      }
-      nodes.push(list);
-    } else if (line.includes("|") && lines[place + 1]?.includes("-") && DIVIDER.test(lines[place + 1])) {
-      const row = (name, each) => element("tr", {}, ...cells(each).map((cell) => element(name, {}, ...inline(cell))));
-      const table = element("table", {}, element("thead", {}, row("th", line)));
-      const body = element("tbody");
-      place += 2;
-      while (place < lines.length && lines[place].includes("|")) body.append(row("td", lines[place++]));
-      table.append(body);
-      nodes.push(table);
-    } else {
-      const inside = [line];
-      place += 1;
-      while (place < lines.length && lines[place].trim() && !begins(lines[place], lines[place + 1])) inside.push(lines[place++]);
-      nodes.push(element("p", {}, ...paragraph(inside)));
-    }
+let katex = null;
+async function showMath(node) {
+  if (!katex) {
+    katex = import("./vendor/katex.js");
+    document.head.append(element("link", { rel: "stylesheet", href: "page/vendor/katex.css" }));
   }
-  return nodes;
+  const { default: drawing } = await katex;
+  const displayMode = node.classList.contains("display");
+  drawing.render(node.textContent, node, { displayMode, throwOnError: false, maxExpand: 500, maxSize: 30 });
+  if (displayMode) node.tabIndex = 0; // it scrolls where it is wider than the page
+}
+
+/** Show a text in a node. What is there already of it stays, so that a selection in it does, and only the end is drawn anew. */
+export function draw(node, text) {
+  const shown = node.pieces ?? [];
+  const wanted = pieces(text).filter((token) => token.type !== "space");
+  let same = 0;
+  while (same < shown.length && same < wanted.length && shown[same].raw === wanted[same].raw) same += 1;
+  for (const { nodes } of shown.splice(same)) for (const each of nodes) each.remove();
+  for (const token of wanted.slice(same)) {
+    const nodes = nodesOf(token);
+    node.append(...nodes);
+    shown.push({ raw: token.raw, nodes });
+  }
+  node.pieces = shown;
 }
