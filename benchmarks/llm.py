@@ -26,8 +26,27 @@ from anyaccel.bench.report import medians, ratios
 _METRICS = ("decode", "prefill", "batch_decode", "peak_memory_mb")
 
 
-def random_1b(folder: Path) -> Path:
-    """A Llama-shaped model of 1.2 B random weights in bf16, with SmolLM2's tokenizer; made when it is not there."""
+# The shape of a 1.2 B model, and that of Llama 3.1 8B with 4 of its 32 layers.
+_SHAPES = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+}
+
+
+def random_model(folder: Path, shape: str) -> Path:
+    """A Llama of that shape with random weights in bf16 and SmolLM2's tokenizer; made when it is not there."""
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -39,13 +58,9 @@ def random_1b(folder: Path) -> Path:
     note(f"writing {folder}")
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
+        **_SHAPES[shape],
         num_attention_heads=32,
         num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=49152,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
@@ -53,7 +68,9 @@ def random_1b(folder: Path) -> Path:
         eos_token_id=2,
         pad_token_id=2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
     AutoTokenizer.from_pretrained(model_folder(default_model_file())).save_pretrained(folder)
     return folder
 
@@ -74,7 +91,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="Hugging Face folder or .gguf file; default: SmolLM2-135M-Instruct")
-    add("--random-1b", metavar="FOLDER", help="the random 1.2 B model, which is written there first, instead")
+    for shape, name in (("1b", "of 1.2 B parameters"), ("8b", "with 4 layers of Llama 3.1 8B")):
+        add(f"--random-{shape}", metavar="FOLDER", help=f"a random model {name}, which is written there first, instead")
     add("--dtype", nargs="*", default=["bf16", "int8", "int4"])
     add("--against", action="append", default=[], metavar="DTYPE:PEER[=MODEL]")
     add("--python", action="append", default=[], metavar="PEER=PATH")
@@ -90,8 +108,9 @@ def main() -> int:
     from anyaccel.inference.checkpoints.model_path import default_model_file
 
     model = str(options.model or default_model_file())
-    if options.random_1b:
-        model = str(random_1b(Path(options.random_1b)))
+    for shape in _SHAPES:
+        if folder := getattr(options, f"random_{shape}"):
+            model = str(random_model(Path(folder), shape))
     pythons = dict(text.split("=", 1) for text in options.python)
     sizes = Sizes(64, options.new, options.long, options.batch, options.repeats)
     results: dict[str, Any] = {}

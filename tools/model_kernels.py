@@ -9,6 +9,7 @@ many cycles it takes where everything is in the L1 cache. What that says: how fa
   python tools/model_kernels.py                    print the tables
   python tools/model_kernels.py --write            put them into benchmarks/results/modelled.md
   python tools/model_kernels.py --loop "int4, 1 token" --variant avx512_vnni    a loop, and all that llvm-mca says
+  python tools/model_kernels.py --peer iqk_gemm_legacy_quants.cpp.o --functions "mul_mat_q4_0_r8"    another's loops
 """
 
 from __future__ import annotations
@@ -291,6 +292,28 @@ def tables(mca: str, build: Path) -> str:
     return "\n\n".join(text)
 
 
+def peer_table(mca: str, path: Path, pattern: str) -> str:
+    """The loops of gemm in an object of another engine: multiply-adds an instruction, and a cycle and core."""
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = []
+    for name, body in functions(listing):
+        loop = hottest(body, multiplications) if re.search(pattern, name) else []
+        if not loop:
+            continue
+        work = multiplications(loop)
+        text = "".join(each.text for each in loop)
+        wide, dots = "%zmm" in text, "vpdpbusd" in text
+        cells = []
+        for each in PROCESSORS:
+            able = ("avx512_vnni" if dots else "avx512") if wide else ("avx_vnni" if "{vex}" in text else "avx2")
+            spent = cost(mca, each.name, loop) if able in each.variants else None
+            cells.append(f"{work / spent.cycles:.0f}{spent.bound[0]}" if isinstance(spent, Cost) else "")
+        rows.append(f"| {name[:60]} | {work / len(loop):.1f} | " + " | ".join(cells) + " |")
+    head = "| loop | an instruction | " + " | ".join(each.name for each in PROCESSORS) + " |"
+    return "\n".join([head, "| --- | ---: |" + " ---: |" * len(PROCESSORS), *rows])
+
+
 def _gigabytes(mca: str, found: Found, processor: Processor) -> str:
     spent = cost(mca, processor.name, found.loop)
     assert isinstance(spent, Cost)
@@ -310,10 +333,15 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--loop", metavar="NAME", help="show one loop")
     parser.add_argument("--variant", choices=VARIANTS, default="avx2", help="of that loop (default: avx2)")
+    parser.add_argument("--peer", type=Path, metavar="OBJECT", help="an object of another engine instead of ours")
+    parser.add_argument("--functions", default="", metavar="REGEX", help="of that object (default: all)")
     options = parser.parse_args()
     mca = next(filter(None, map(shutil.which, MCA)), None)
     if mca is None or shutil.which("objdump") is None:
         raise SystemExit("llvm-mca and objdump are needed: apt-get install llvm-19 binutils")
+    if options.peer:
+        print(peer_table(mca, options.peer, options.functions))
+        return 0
     build = options.build or newest_build()
     if options.loop:
         for found in found_in(build, [options.variant]):
