@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_integer, parse_number
+from anyaccel.numerals import parse_bytes, parse_integer, parse_number
 
 T = TypeVar("T")
 
@@ -56,10 +56,17 @@ def _positive_int(text: str) -> int:
     return value
 
 
-def _whole_number(text: str) -> int:
-    value = parse_integer(text)
+def _size(text: str) -> int:
+    value = parse_bytes(text)
     if value < 0:
         raise ValueError("must be 0 or above")
+    return value
+
+
+def _positive_size(text: str) -> int:
+    value = parse_bytes(text)
+    if value <= 0:
+        raise ValueError("must be above 0")
     return value
 
 
@@ -146,15 +153,16 @@ ANYACCEL_COMMS_LOG = EnvVar(
 )
 ANYACCEL_SHM_BYTES = EnvVar(
     "ANYACCEL_SHM_BYTES",
-    _positive_int,
+    _positive_size,
     8 << 20,
-    "shared memory of one process group, all ranks together and without symmetric tensors, in bytes",
+    "shared memory of one process group, all ranks together and without symmetric tensors, such as 8MiB",
 )
 ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
     "ANYACCEL_PACKED_CACHE_BYTES",
-    _whole_number,
+    _size,
     64 << 30,
-    "most bytes of packed models in the cache folder; the least recently used ones are removed first; 0 keeps none",
+    "most that packed models may take in the cache folder, such as 64GiB; the least recently used ones are removed "
+    "first; 0 keeps none",
 )
 ANYACCEL_API_KEY = EnvVar(
     "ANYACCEL_API_KEY", str, "", "key that requests to `anyaccel serve` have to bring; unset: no key is needed"

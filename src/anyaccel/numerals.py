@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 # No number that anybody means has more, and reading takes the square of them.
 _DIGITS = 100
+# By their powers, and the letters of a text in capitals.
+_UNITS: dict[str, int] = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
 
 
 def parse_integer(text: str) -> int:
@@ -44,6 +50,24 @@ def parse_number(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError("is too large a number")
     return value
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that the text is: 8GiB, 512MB, 1.5 TiB, or digits alone.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = text.rstrip("BKMGTIbkmgti")
+    unit, amount = text[len(digits) :].upper(), digits.removesuffix(" ")
+    try:
+        if not unit:
+            return parse_integer(text)
+        if not set(amount) <= set("0123456789."):
+            raise ValueError
+        return round(parse_number(amount) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise ValueError("is not a size such as 8GiB, 512MB or 8000000000") from None
 
 
 def to_integer(name: str, value: Any) -> int:

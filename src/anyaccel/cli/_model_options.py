@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.cli._parser import size
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, named_path, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS, MTP
@@ -76,11 +77,11 @@ def add_memory_option(parser: Parser) -> None:
     """Add the option that bounds a model's memory."""
     parser.add_argument(
         "--memory",
-        type=int,
+        type=size,
         default=0,
-        metavar="N",
-        help="bytes that weights and key/value cache may take; experts that do not fit stay on the disk and are read "
-        "when they are needed (native runtime; default: 0, no bound)",
+        metavar="SIZE",
+        help="most that weights and key/value cache may take, such as 8GiB; experts that do not fit stay on the disk "
+        "and are read when they are needed (native runtime; default: 0, no bound)",
     )
 
 

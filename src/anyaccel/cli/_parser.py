@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from anyaccel.errors import AnyAccelError, UsageError
-from anyaccel.numerals import parse_integer, parse_number
+from anyaccel.numerals import parse_bytes, parse_integer, parse_number
 from anyaccel.terminal import did_you_mean, fitted, terminal_width
 
 TYPE_CHECKING = False
@@ -55,6 +55,14 @@ def strict_numbers(parser: argparse.ArgumentParser) -> None:
     """Make options of the types int and float refuse what only Python accepts as a number, such as `1_000` or `nan`."""
     parser.register("type", int, parse_integer)
     parser.register("type", float, parse_number)
+
+
+def size(text: str) -> int:
+    """The type of options that are numbers of bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 class Parser(argparse.ArgumentParser):

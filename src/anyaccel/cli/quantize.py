@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from anyaccel.cli._parser import Parser
+from anyaccel.cli._parser import Parser, size
 from anyaccel.cli._screen import Elapsed
 from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.terminal import moves_cursor
@@ -17,12 +17,12 @@ _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4 --calibrate builtin
   anyaccel quantize ~/models/Llama-3.2-1B llama-int4 --calibrate notes.txt --bits 4.5
   anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --bits 4.8
-  anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --size 800
+  anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --size 800MB
   anyaccel quantize story.gguf story-int8 --dtype int8
   anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group-size 128 --asymmetric --force --json"""
 
 
-_MOST_MEGABYTES = 1e9
+_LEAST_SIZE = 1_000_000  # a smaller number was meant in megabytes
 
 
 def build_parser() -> Parser:
@@ -64,9 +64,9 @@ def build_parser() -> Parser:
     )
     add(
         "--size",
-        type=float,
-        metavar="MB",
-        help="largest size of a GGUF file in millions of bytes, instead of --bits; embedding and head take part",
+        type=size,
+        metavar="SIZE",
+        help="largest size of a GGUF file, such as 800MB, instead of --bits; embedding and head take part",
     )
     add(
         "--format",
@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
     from anyaccel.errors import UsageError
     from anyaccel.inference.quantize import quantize
 
-    if options.size is not None and not 0 < options.size < _MOST_MEGABYTES:
-        raise UsageError(f"--size {options.size}: give millions of bytes, for example --size 800")
+    if options.size is not None and options.size < _LEAST_SIZE:
+        raise UsageError(f"--size {options.size}: so few bytes hold no model; give a size such as 800MB")
     screen = _Screen(not options.quiet)
     try:
         summary = quantize(
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
             calibrate=options.calibrate,
             tokens=options.calibration_tokens,
             bits=options.bits,
-            size=None if options.size is None else round(options.size * 1e6),
+            size=options.size,
             format=options.format,
             force=options.force,
             progress=screen.progress,

@@ -28,7 +28,7 @@ from anyaccel.cli._model_options import (
     naming_options,
     set_chat_template,
 )
-from anyaccel.cli._parser import Parser
+from anyaccel.cli._parser import Parser, size
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
@@ -92,11 +92,11 @@ def build_parser() -> Parser:
     )
     add(
         "--memory",
-        type=int,
+        type=size,
         default=0,
-        metavar="N",
-        help="bytes that all loaded models may take; those unused for longest are unloaded, and of a model that is too "
-        "large experts stay on the disk (default: the free memory)",
+        metavar="SIZE",
+        help="most that all loaded models may take, such as 64GiB; those unused for longest are unloaded, and of a "
+        "model that is too large experts stay on the disk (default: the free memory)",
     )
     add(
         "--idle-seconds",
@@ -130,9 +130,9 @@ def build_parser() -> Parser:
     )
     add(
         "--cache-bytes",
-        type=int,
+        type=size,
         default=0,
-        metavar="N",
+        metavar="SIZE",
         help="memory for keys and values (default: a quarter of the free memory)",
     )
     add(
@@ -143,10 +143,10 @@ def build_parser() -> Parser:
     add("--cache-dir", metavar="DIR", help="keep the prefixes of prompts in this folder too, over restarts")
     add(
         "--cache-disk-bytes",
-        type=int,
+        type=size,
         default=16 << 30,
-        metavar="N",
-        help="most bytes of --cache-dir; what was used longest ago is deleted (default: 16 GiB)",
+        metavar="SIZE",
+        help="most that --cache-dir may have; what was used longest ago is deleted (default: 16 GiB)",
     )
     add(
         "--request-timeout",

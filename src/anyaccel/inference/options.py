@@ -10,6 +10,7 @@ from typing import Any
 
 from anyaccel.env import WIRE_DTYPES
 from anyaccel.errors import UsageError
+from anyaccel.numerals import parse_bytes
 
 # Of weights only: arithmetic on them is in floats.
 QUANTISED = ("int8", "int4")
@@ -43,6 +44,7 @@ class ModelOptions:
             allow.
         memory: most bytes that weights and key/value cache may take in this machine's memory; 0: no bound. Experts
             that do not fit stay in the file of packed weights, and are read when tokens need them (native runtime).
+            This and cache_bytes may be texts, such as "8GiB".
         threads: of the native runtime; 0: the CPUs of this process.
         tp: ranks among which each layer is divided (tensor parallelism).
         pp: stages among which the layers are divided, of `tp` ranks each (pipeline parallelism, native runtime only).
@@ -83,6 +85,9 @@ class ModelOptions:
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *WIRE_DTYPES))
         for name, most in _MOST.items():
             value = getattr(self, name)
+            if isinstance(value, str) and name != "threads":
+                value = _size(name, value)
+                object.__setattr__(self, name, value)
             if not _is_whole(value) or not 0 <= value <= most:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
         for name in ("tp", "pp"):
@@ -166,6 +171,13 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 def _check_count(name: str, value: object) -> None:
     if not _is_whole(value) or value < 1:  # type: ignore[operator]
         raise UsageError(f"{name}={value!r}: must be a whole number of at least 1")
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{name}={text!r}: {error}") from None
 
 
 def _is_whole(value: object) -> bool:

@@ -10,12 +10,65 @@ import pytest
 
 from anyaccel import env
 from anyaccel.cli import COMMANDS
+from anyaccel.cli._parser import size
 from anyaccel.errors import UsageError
-from anyaccel.numerals import parse_integer, parse_number
+from anyaccel.numerals import parse_bytes, parse_integer, parse_number
 
 NO_NUMBERS = ["", "1_0", "１０", "٣", " 10 ", "10\n", "+10", "0x10", "1e", "--1", "1-", "9" * 5000, "ten"]
 NO_WHOLE_ONES = [*NO_NUMBERS, "1.0", "1e3", "-"]
 NO_DECIMAL_ONES = [*NO_NUMBERS, "1_0.5", "nan", "NaN", "inf", "-inf", "infinity", "1e999", ".", "1.2.3", "1,5"]
+
+
+NO_SIZES = [*NO_NUMBERS, "1.0", "1e3", "-", "8 gigabytes", "8G", "1e3GB", "-8GB", " 8GB", "8  GB", "GB", "8GBB", "8GB "]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        ("8000000000", 8_000_000_000),
+        ("512MB", 512_000_000),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("1.5TiB", 3 << 39),
+        ("0.5kB", 500),
+        ("64KiB", 65536),
+        ("7B", 7),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size such as 8GiB"):
+        parse_bytes(text)
+
+
+def test_every_option_of_bytes_takes_sizes() -> None:
+    found = {}
+    for command in COMMANDS:
+        for action in importlib.import_module(f"anyaccel.cli.{command}").build_parser()._actions:
+            if action.dest in ("memory", "size") or action.dest.endswith("_bytes"):
+                found[command, action.dest] = action.type
+    assert {("generate", "memory"), ("serve", "cache_bytes"), ("quantize", "size")} <= found.keys()
+    assert set(found.values()) == {size}
+    parser = importlib.import_module("anyaccel.cli.serve").build_parser()
+    options = parser.parse_args(["--memory", "64GiB", "--cache-disk-bytes", "1 GB", "--cache-bytes", "5"])
+    assert (options.memory, options.cache_disk_bytes, options.cache_bytes) == (64 << 30, 10**9, 5)
+    with pytest.raises(UsageError, match="--memory: '8G' is not a size such as 8GiB, 512MB or 8000000000"):
+        parser.parse_args(["--memory", "8G"])
+
+
+@pytest.mark.parametrize("variable", [env.ANYACCEL_SHM_BYTES, env.ANYACCEL_PACKED_CACHE_BYTES])
+def test_variables_of_bytes_take_sizes(variable: env.EnvVar[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable.name, "3MiB")
+    assert variable.get() == 3 << 20
+    monkeypatch.setenv(variable.name, "3 megs")
+    with pytest.raises(UsageError, match=variable.name):
+        variable.get()
 
 
 def numeric_options() -> list[tuple[str, argparse.Action]]:
@@ -70,7 +123,7 @@ def test_the_alias_of_deepspeeds_command_takes_numbers_only() -> None:
             parse_args([f"--{name}=1_0", "x.py"])
 
 
-PARSERS = (env._positive_float, env._positive_int, env._whole_number)
+PARSERS = (env._positive_float, env._positive_int, env._size, env._positive_size)
 VARIABLES = [variable for variable in env.ALL if variable.parse in PARSERS]
 
 

@@ -539,7 +539,7 @@ def test_impossible_targets_are_refused_before_the_text_is_run(
         patch.setattr(Blocks, "_embedded", lambda *_: pytest.fail("the text was run"))
         with pytest.raises(UsageError, match=r"--bits 3: the smallest there is has 4\.28 bits a weight"):
             quantize(model, tmp_path / "out", calibrate=given, bits=3)
-        with pytest.raises(UsageError, match=r"--size 0\.01: too small; the smallest of .* is [0-9.]+ MB") as refused:
+        with pytest.raises(UsageError, match=r"--size 0\.01MB: too small; the smallest of .* is [0-9.]+ MB") as refused:
             quantize(file, out, calibrate=given, size=10_000, format="gguf")
     least = round(float(str(refused.value).split()[-2]) * 1e6)
     quantize(file, out, calibrate=given, size=least, format="gguf")

@@ -60,6 +60,7 @@ def test_deepspeed_spellings() -> None:
         ({"group_size": 48}, "group_size=48: must be one of 32, 64, 128"),
         ({"kv_cache": "int2"}, "kv_cache='int2'"),
         ({"cache_bytes": -1}, "cache_bytes=-1"),
+        ({"memory": "8 gigs"}, "memory='8 gigs': is not a size such as 8GiB"),
         ({"cache_bytes": 2**70}, f"cache_bytes={2**70}: must be a whole number from 0 to {2**63 - 1}"),
         ({"threads": 2**31}, f"threads={2**31}: must be a whole number from 0 to {2**31 - 1}"),
         ({"threads": 1.5}, r"threads=1\.5"),

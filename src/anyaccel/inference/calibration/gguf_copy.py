@@ -149,7 +149,7 @@ class GgufCopy:
         least = fixed + sum(weights[name] * grid.bits / 8 for name, grid in smallest.items())
         if size < least:
             megabytes = math.ceil(least / 1e4) / 100
-            raise UsageError(f"--size {size / 1e6:g}: too small; the smallest of {self._path} is {megabytes:.2f} MB")
+            raise UsageError(f"--size {size / 1e6:g}MB: too small; the smallest of {self._path} is {megabytes:.2f} MB")
         return 8 * (size - fixed) / sum(weights.values())
 
     def write(self, out: Path) -> None:
