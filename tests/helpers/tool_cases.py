@@ -53,6 +53,18 @@ WRITTEN: dict[str, tuple[str, str]] = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n</invoke>\n'
         '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
     ),
+    "deepseek-v3.2": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
+    "deepseek-v4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
     "glm-4.5": (
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n"
@@ -145,6 +157,12 @@ TEMPLATES: dict[str, str] = {
     "minimax-m2": '<minimax:tool_call>\n<invoke name="{{ c.name }}">\n{% for k, v in c.arguments | items %}'
     '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n'
     "</minimax:tool_call>",
+    "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ c.name }}">\n{% for k, v in c.arguments | items %}'
+    '<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">'
+    "{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "deepseek-v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{{ c.name }}">\n{% for k, v in c.arguments | items %}'
+    '<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">'
+    "{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
     "glm-4.5": "<tool_call>{{ c.name }}\n{% for k, v in c.arguments | items %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
     "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>",
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.name }}:0<|tool_call_argument_begin|>"
@@ -180,6 +198,23 @@ def _weather(arguments: str) -> ParsedCall:
 
 
 EDGES: list[tuple[str, str, str, list[ParsedCall]]] = [
+    (  # a number that is marked as a text; JSON; an argument that the schema has not; lines of a text
+        "deepseek-v3.2",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="days" string="true">7</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="tags" string="false">["a"]</｜DSML｜parameter>\n<｜DSML｜parameter name="more" string="true">7'
+        '</｜DSML｜parameter><｜DSML｜parameter name="city" string="true">a\n"b"</｜DSML｜parameter></｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        [ParsedCall("weather", '{"days": 7, "tags": ["a"], "more": "7", "city": "a\\n\\"b\\""}')],
+    ),
+    (
+        "deepseek-v4",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="clock"><｜DSML｜parameter name="a">1</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="b" string="true">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="clock"><｜DSML｜parameter name="a">1</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="b" string="true">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
+        [],
+    ),
     ("hermes", '<tool_call>{"name": "clock"}', "", [NOON]),
     ("hermes", "<tool_call>{broken</tool_call> and more", "<tool_call>{broken</tool_call> and more", []),
     (

@@ -16,6 +16,7 @@ MORE, FAIL = -1, -2
 
 _GAP = re.compile(r"\s*\n\s*")
 _MARK = re.compile(r"(<[^<>]+>|\[[A-Z_/]+\])")
+_INNER_MARK = re.compile(r"(｜\w+｜)")  # DeepSeek's ｜DSML｜ is a token within marks
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Rules:
 
     def mark(self, text: str) -> str:
         """Exactly this text, with its tokens."""
-        tokens = [(piece, self.token_id(piece)) for piece in _MARK.split(text) if piece]
+        tokens = self._pieces(text)
         return " ".join(lark_text(piece) if token is None else f"<[{token}]>" for piece, token in tokens)
 
     def text(self, text: str) -> str:
@@ -226,15 +227,30 @@ class Rules:
 
     def until(self, end: str) -> str:
         """Any text, and the mark that ends it."""
-        pieces = _MARK.split(end)
-        for place, piece in enumerate(pieces):
-            if piece and self.token_id(piece) is not None:  # no text contains such a token
-                return f"ANY {self.mark(''.join(pieces[place:]))}"
+        pieces = self._pieces(end)
+        for place, (_, token) in enumerate(pieces):
+            if token is not None:  # no text contains such a token
+                before, after = ("".join(piece for piece, _ in part) for part in (pieces[:place], pieces[place:]))
+                before = re.sub(r"[.^$*+?{}\[\]\\|()/]", r"\\\g<0>", before.strip())
+                return f"{f'/(?s:.*){before}/' if before else 'ANY'} {self.mark(after)}"
         return self.rule("ANY", f"[suffix={lark_text(end)}]")
 
     def ends_with_token(self, end: str) -> bool:
         """Whether the first piece of a mark is a token, so that a text cannot contain it."""
-        return self.token_id(next(piece for piece in _MARK.split(end) if piece)) is not None
+        return self._pieces(end)[0][1] is not None
+
+    def _pieces(self, text: str) -> list[tuple[str, int | None]]:
+        """The marks of a text and what is between them, with their tokens; marks that are none may contain some."""
+        found: list[tuple[str, int | None]] = []
+        for piece in filter(None, _MARK.split(text)):
+            token = self.token_id(piece)
+            inner = [(each, self.token_id(each)) for each in _INNER_MARK.findall(piece)] if token is None else []
+            tokens = {each: number for each, number in inner if number is not None}
+            if tokens:
+                found += [(each, tokens.get(each)) for each in _INNER_MARK.split(piece) if each]
+            else:
+                found.append((piece, token))
+        return found
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule; returns its name."""

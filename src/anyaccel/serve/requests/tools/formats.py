@@ -12,6 +12,8 @@ from anyaccel.serve.requests.tools import (
     command_r,
     deepseek_v3,
     deepseek_v31,
+    deepseek_v32,
+    deepseek_v4,
     gemma,
     gemma4,
     glm,
@@ -39,6 +41,8 @@ FORMATS: dict[str, ToolFormat] = {
     for each in (
         harmony,
         seed_oss,
+        deepseek_v32,
+        deepseek_v4,
         qwen3_coder,
         minimax_m2,
         glm,

@@ -244,27 +244,33 @@ class Parameters:
         begin, middle, end: what is before the name of an argument, between it and its value, and after that. A line
             break beside the value is exactly one, unlike elsewhere.
         close: what ends the arguments.
+        json_middle: what stands in the place of `middle` where the value is JSON; "": the function's schema says which are.
     """
 
     begin: str
     middle: str
     end: str
     close: str
+    json_middle: str = ""
     whole = False
 
     def match(self, text: str, place: int, found: Found) -> int:
         root = found.schemas.get(found.name)
         values: dict[str, Any] = {}
+        middles = [each for each in (self.middle, self.json_middle) if each]
         while True:
             if (begun := match_text(text, place, self.begin)) < 0:
                 closed = match_text(text, place, self.close)
                 if closed >= 0:
                     found.arguments = to_json(values)
                 return MORE if closed == FAIL and begun == MORE else closed
-            named = text.find(self.middle.split("\n")[0], begun)
-            if named < 0:
+            places = [(at, each) for each in middles if (at := text.find(each.split("\n")[0], begun)) >= 0]
+            if not places:
                 return MORE
-            name, value_place = text[begun:named].strip(), match_text(text, named, self.middle)
+            named, middle = min(places)
+            name, value_place = text[begun:named].strip(), match_text(text, named, middle)
+            if self.json_middle and '"' in name:
+                return FAIL
             if value_place < 0:
                 return value_place
             ended = text.find(self.end.strip(), value_place)
@@ -276,20 +282,31 @@ class Parameters:
                 value = value.removeprefix("\n")
             if self.end.startswith("\n"):
                 value = value.removesuffix("\n")
-            values[name] = typed_value(value, root, name)
+            values[name] = self._value(value, middle, root, name)
             place = ended + len(self.end.strip())
+
+    def _value(self, text: str, middle: str, root: Any, name: str) -> Any:
+        """The value that a text is; small models mark numbers as texts, and texts as JSON."""
+        if self.json_middle:
+            kinds = types_of(root, properties_of(root).get(name))
+            if middle == self.middle and (not kinds or "string" in kinds):
+                return text
+            if middle == self.json_middle and load_object(f'{{"value": {text}}}') is not None:
+                return load(text)
+        return typed_value(text, root, name)
 
     def lark(self, rules: Rules, functions: Sequence[Function], several: bool) -> str:
         (function,) = functions
         members = [(self._argument(rules, function, name), required) for name, required in arguments_of(function)]
         made = rules.members(members)
         if not members and function.schema.get("additionalProperties") is not False:
-            any_name = f'{rules.text(self.begin)} /[^<>"]+/ {self._middle(rules)}'
+            any_name = f'{rules.text(self.begin)} /[^<>"]+/ {self._middle(rules, self.middle)}'
             made = f"{rules.rule(f'{any_name} {rules.until(self._end)} GAP')}*"
         return f"{made} {rules.text(self.close)}"
 
-    def _middle(self, rules: Rules) -> str:
-        return f"{rules.text(self.middle.rstrip())} {rules.mark(self.middle[len(self.middle.rstrip()) :])}"
+    @staticmethod
+    def _middle(rules: Rules, middle: str) -> str:
+        return f"{rules.text(middle.rstrip())} {rules.mark(middle[len(middle.rstrip()) :])}"
 
     @property
     def _end(self) -> str:
@@ -298,14 +315,15 @@ class Parameters:
     def _argument(self, rules: Rules, function: Function, name: str) -> str:
         root = function.schema
         schema = properties_of(root)[name]
-        begin = f"{rules.text(self.begin)} {lark_text(name)} {self._middle(rules)}"
-        kinds = types_of(root, schema)
+        kinds, middle = types_of(root, schema), self.middle
         if texts := texts_of(root, schema):
             value = f"({' | '.join(map(lark_text, texts))}) {rules.mark(self._end)}"
         elif "string" in kinds or not kinds:
             value = rules.until(self._end)
         else:
+            middle = self.json_middle or middle
             value = f"{rules.part(argument_grammar(function, name))} {rules.mark(self._end)}"
+        begin = f"{rules.text(self.begin)} {lark_text(name)} {self._middle(rules, middle)}"
         return rules.rule(f"{begin} {value} GAP")
 
 
