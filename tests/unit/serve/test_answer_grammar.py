@@ -178,10 +178,11 @@ _DETAILED = {
     "glm-4.5": "<tool_call>weather<arg_key>city</arg_key><arg_value>a\n<b></arg_value><arg_key>days</arg_key>"
     '<arg_value>{}</arg_value><arg_key>unit</arg_key><arg_value>C</arg_value><arg_key>tags</arg_key><arg_value>["x"]</arg_value>'
     "</tool_call>",
-    "deepseek-v3.2": '<｜DSML｜function_calls><｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">a\n<b>'
-    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">{}</｜DSML｜parameter><｜DSML｜parameter name="unit" '
-    'string="true">C</｜DSML｜parameter><｜DSML｜parameter name="tags" string="false">["x"]</｜DSML｜parameter>'
-    "</｜DSML｜invoke></｜DSML｜function_calls>",
+    "deepseek-v3.2": '<｜DSML｜function_calls><｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">a\n<b></｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">{}</｜DSML｜parameter>'
+    '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>'
+    '<｜DSML｜parameter name="tags" string="false">["x"]</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>',
     "gemma": "<start_function_call>call:weather{{city:<escape>a\n<b><escape>,days:{},unit:<escape>C<escape>,"
     "tags:[<escape>x<escape>]}}<end_function_call>",
     "pythonic": '[weather(city="a\\n<b>", days={}, unit="C", tags=["x"])]',

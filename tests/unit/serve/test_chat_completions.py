@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anyaccel.serve.interface import Grammar
+from anyaccel.serve.requests.answers import custom_input
 from anyaccel.serve.requests.defaults import parse_defaults
 from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, chat, post, until
@@ -271,3 +272,74 @@ def test_a_client_that_goes_ends_its_request(stream: bool) -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(go())
+
+
+PATCH = {
+    "type": "custom",
+    "custom": {
+        "name": "patch",
+        "description": "Change a file.",
+        "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[+-].*"}},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALLED = '<tool_call>{"name": "patch", "arguments": {"input": "+ \\"a\\"\\nb"}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_custom_tools_take_a_text(stream: bool) -> None:
+    engine = FakeEngine(CALLED + '<tool_call>{"name": "clock"}</tool_call>')
+    answer = chat(engine, {"tools": [PATCH, CLOCK], "stream": stream})
+    assert answer.status == 200, answer.body
+    calls: list[dict[str, Any]] = []
+    if stream:
+        for event in answer.events:
+            for part in event["choices"][0]["delta"].get("tool_calls", ()):
+                if "id" in part:
+                    calls.append(part)
+                else:
+                    calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+    else:
+        calls = answer.json["choices"][0]["message"]["tool_calls"]
+    custom, function = calls
+    assert custom["type"] == "custom" and custom["custom"] == {"name": "patch", "input": '+ "a"\nb'}
+    assert function["type"] == "function" and function["function"] == {"name": "clock", "arguments": "{}"}
+    shown = bytes(token for token in engine.requests[0].prompt if token < 256).decode()
+    assert "Change a file." in shown and "[+-].*" in shown
+
+    # The call comes back with its result.
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{key: custom[key] for key in ("id", "type", "custom")}]},
+        {"role": "tool", "tool_call_id": custom["id"], "content": "done"},
+    ]
+    engine = FakeEngine("Good.")
+    assert chat(engine, {"tools": [PATCH], "messages": messages}).status == 200
+    shown = bytes(token for token in engine.requests[0].prompt if token < 256).decode()
+    assert '{"input": "+ \\"a\\"\\nb"}' in shown
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "custom": {"name": "patch"}}])
+def test_a_custom_tool_that_is_required_is_held_to_its_regex(choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    engine = FakeEngine(CALLED)
+    answer = chat(engine, {"tools": [PATCH], "tool_choice": choice})
+    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
+    assert call["custom"]["input"] == '+ "a"\nb'
+    grammar = engine.requests[0].grammar
+    assert grammar is not None and "[+-].*" in str(grammar)
+    lark = {**PATCH["custom"], "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}}
+    wrong = chat(FakeEngine(""), {"tools": [{"type": "custom", "custom": lark}], "tool_choice": choice})
+    assert wrong.status == 400 and wrong.json["error"]["param"] == "tools[0].custom.format.grammar.syntax"
+    assert chat(FakeEngine("Hi"), {"tools": [{"type": "custom", "custom": lark}]}).status == 200
+
+
+def test_wrong_custom_tools_are_named() -> None:
+    for tool in ({"type": "custom"}, {"type": "custom", "custom": {"name": "a b"}}, {"type": "custom", "custom": 5}):
+        answer = chat(FakeEngine(""), {"tools": [tool]})
+        assert answer.status == 400 and answer.json["error"]["param"].startswith("tools[0]"), answer.body
+
+
+def test_the_input_of_a_cut_call_is_what_has_come() -> None:
+    assert custom_input('{"input": "ab') == "ab"
+    assert custom_input('{"path": "x"}') == '{"path": "x"}' and custom_input("{") == "{"

@@ -8,7 +8,9 @@ import base64
 import json
 import logging
 import re
+import shutil
 import struct
+import subprocess
 from typing import Any
 
 import pytest
@@ -430,6 +432,16 @@ async def test_metrics_are_prometheus_text_with_vllms_names() -> None:
     assert values['anyaccel_http_requests_total{method="GET",path="other",status="404"}'] == "1"
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+async def test_promtool_finds_nothing_wrong_with_the_metrics() -> None:
+    client = Client(FakeEngine("abc"))
+    await client.post(CHAT, HI)
+    await client.get("/no/such/path")
+    text = (await client.get("/metrics")).body
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_the_openapi_document_is_complete() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from anyaccel.serve.api.endpoint import Endpoint
@@ -88,6 +88,8 @@ async def prepare(frontend: Frontend, request: ChatRequest, key: str) -> ChatGen
         request.chat_template_kwargs,
         prompt_ending(request),
     )
+    customs = frozenset(tool.function.name for tool in request.tools or () if tool.custom is not None)
+    prompt = replace(prompt, customs=customs)
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = frontend.answer_room(prompt.tokens, getattr(request, param), param, "messages")
     return ChatGeneration(frontend, request, prompt, max_tokens, key)
@@ -170,11 +172,12 @@ class ChatGeneration:
 
 
 def add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add a call, or append to the arguments of one."""
+    """Add a call, or append to the arguments of one, or to the input of a custom tool."""
+    kind, text = ("custom", "input") if "custom" in part else ("function", "arguments")
     if "id" in part:
-        calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
+        calls.append({"id": part["id"], "type": kind, kind: dict(part[kind])})
     else:
-        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        calls[part["index"]][kind][text] += part[kind][text]
 
 
 def _describe_logprob(tokenizer: ServerTokenizer, logprob: TokenLogprob) -> dict[str, Any]:

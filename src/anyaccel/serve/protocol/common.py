@@ -8,12 +8,16 @@ vLLM's names.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from anyaccel.serve.protocol import limits
 
+CUSTOM_INPUT = "input"  # the argument that stands for the text of a custom tool
+
+T = TypeVar("T")
 Text = Annotated[str, Field(max_length=8 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -148,15 +152,39 @@ class ContentPart(Shape):
     refusal: Text | None = None
 
 
+class _Custom(Shape, Generic[T]):
+    """What OpenAI has under `custom`."""
+
+    custom: T
+
+
 class CalledFunction(Shape):
     name: str
     arguments: Text
 
 
+class CalledCustom(Shape):
+    """A call of a custom tool: its input is a text."""
+
+    name: str
+    input: Text
+
+
 class ToolCall(Shape):
+    """A call; one of a custom tool is read as that of a function with the one argument `input`."""
+
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_custom(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "custom":
+            return given
+        called = _Custom[CalledCustom].model_validate(given).custom
+        arguments = json.dumps({CUSTOM_INPUT: called.input}, ensure_ascii=False)
+        return {**given, "function": {"name": called.name, "arguments": arguments}}
 
 
 class ChatMessage(Shape):
@@ -169,16 +197,57 @@ class ChatMessage(Shape):
     reasoning: Text | None = None  # vLLM's and OpenRouter's name of the same
 
 
+FunctionNameText = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+
+
 class Function(Shape):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+    name: FunctionNameText
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
+class CustomGrammar(Shape):
+    definition: Annotated[str, Field(max_length=limits.MOST_SCHEMA)]
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(Shape):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(Shape):
+    """A tool whose input is a text, of a grammar if it has one."""
+
+    name: FunctionNameText
+    description: Text | None = None
+    format: CustomFormat | None = None
+
+
 class Tool(Shape):
-    type: Literal["function"]
+    """A tool; a custom one is offered to the model as a function with the one argument `input`."""
+
+    type: Literal["function", "custom"]
     function: Function
+    custom: CustomTool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_custom(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "custom":
+            return given
+        custom = _Custom[CustomTool].model_validate(given).custom
+        grammar = custom.format.grammar if custom.format is not None and custom.format.type == "grammar" else None
+        schema: dict[str, Any] = {"type": "string"}
+        description = custom.description or ""
+        if grammar is not None:
+            description += f"\n\nThe input has to fit this grammar ({grammar.syntax}):\n{grammar.definition}"
+            if grammar.syntax == "regex":
+                schema["pattern"] = f"^(?:{grammar.definition})$"
+        parameters = {"type": "object", "properties": {CUSTOM_INPUT: schema}, "required": [CUSTOM_INPUT]}
+        function = {"name": custom.name, "description": description.strip(), "parameters": parameters}
+        return {**given, "function": function}
 
 
 class FunctionName(Shape):
@@ -186,8 +255,15 @@ class FunctionName(Shape):
 
 
 class NamedTool(Shape):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_custom(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "custom":
+            return given
+        return {**given, "function": {"name": _Custom[FunctionName].model_validate(given).custom.name}}
 
 
 class AllowedTools(Shape):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from typing import Any, cast
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.text.stopping import Detokenizer, StopFilter
 from anyaccel.serve.interface import Chunk, Engine, EngineStoppedError, GenerationRequest, Grammar, TokenLogprob
-from anyaccel.serve.protocol.common import GenerationFields
+from anyaccel.serve.protocol.common import CUSTOM_INPUT, GenerationFields
 from anyaccel.serve.requests.conversation import Prompt
 from anyaccel.serve.requests.frontend import Frontend, new_id
 from anyaccel.serve.requests.metrics import Metrics
@@ -273,6 +274,8 @@ class AnswerParser:
                 self._reasoning = ReasoningParser(frontend.reasoning, prompt.reasoning)
             if prompt.calls != "none":
                 self._calls = ToolCallParser(form, prompt.schemas, required)
+        self._customs = prompt.customs
+        self._input: str | None = None  # the arguments so far of a call of a custom tool, whose input comes as a whole
         self._several = prompt.several
         self._short_ids = form.short_ids
         self._count = 0
@@ -292,10 +295,15 @@ class AnswerParser:
             if self._calls is not None:
                 delta.content, calls = self._calls.add(delta.content, last)
         for call in calls:
-            if not call.name:
+            if not call.name and self._input is not None:
+                self._input += call.arguments
+            elif not call.name:
                 delta.calls.append({"index": self._count - 1, "function": {"arguments": call.arguments}})
             elif self._several or not self._count:
+                delta.calls += self._end_input()
                 delta.calls.append(self._new_call(call))
+        if last:
+            delta.calls += self._end_input()
         if self._count and delta.finish == "stop":
             delta.finish = "tool_calls"
         if delta.reasoning:
@@ -306,8 +314,31 @@ class AnswerParser:
     def _new_call(self, call: ParsedCall) -> dict[str, Any]:
         index, self._count = self._count, self._count + 1
         identity = call.identity or (new_id("")[:9] if self._short_ids else new_id("call_"))
+        if call.name in self._customs:
+            self._input = call.arguments
+            return {"index": index, "id": identity, "type": "custom", "custom": {"name": call.name, "input": ""}}
         function = {"name": call.name, "arguments": call.arguments}
         return {"index": index, "id": identity, "type": "function", "function": function}
+
+    def _end_input(self) -> list[dict[str, Any]]:
+        """The input of the call of a custom tool, if one is open."""
+        if self._input is None:
+            return []
+        text, self._input = custom_input(self._input), None
+        return [{"index": self._count - 1, "custom": {"input": text}}]
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a model gives a custom tool, also if max_tokens has cut it; other arguments as they are."""
+    for end in ("", '"}'):
+        try:
+            value = json.loads(arguments + end, strict=False)
+        except (ValueError, RecursionError):
+            continue
+        text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+        if isinstance(text, str):
+            return text
+    return arguments
 
 
 async def generate_messages(

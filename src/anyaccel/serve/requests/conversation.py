@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class Prompt:
         schemas: the parameters of the functions that may be called, by name.
         continues: whether the answer continues the last message.
         ends: tokens that end the answer, beside those of the model.
+        customs: names of the tools whose calls have a text instead of arguments.
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Prompt:
     schemas: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
     ends: frozenset[int] = frozenset()
+    customs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ async def build_prompt(
         if not described:
             raise wrong("tool_choice", '"required" needs tools')
         calls, several = "required", parallel is True
+    if calls == "required":
+        _check_grammars(tools or (), {function.name for function in functions})
     variables = {**thinking.variables(frontend.tokenizer.template), **(template_kwargs or {})}
     text = render(frontend, messages, described if choice != "none" else [], variables, ending)
     thoughts = frontend.reasoning
@@ -147,6 +151,19 @@ async def build_prompt(
     schemas = {function.name: function.schema for function in functions}
     reasoning = is_open if frontend.reasoning is not None else None
     return Prompt(tokens, reasoning, calls, several, grammar, schemas, ending == "continue")
+
+
+def _check_grammars(tools: Sequence[Tool], names: Collection[str]) -> None:
+    """A required call is held to what its tool takes; within a model's format that cannot be a grammar in Lark.
+
+    Raises:
+        ApiError: one of these tools has such a grammar.
+    """
+    for place, tool in enumerate(tools):
+        form = tool.custom.format if tool.custom is not None and tool.function.name in names else None
+        if form is not None and form.grammar is not None and form.grammar.syntax == "lark":
+            param = f"tools[{place}].custom.format.grammar.syntax"
+            raise wrong(param, "a required call is held to a regex only; leave tool_choice to the model, or use regex")
 
 
 def _allowed(tools: Sequence[Tool], choice: AllowedTools) -> list[Tool]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek's markup DSML: functions and their parameters between marks, each parameter with whether it is a text or JSON."""
+"""DeepSeek's markup DSML: functions and their parameters between marks, each said to be a text or JSON."""
 
 from __future__ import annotations
 

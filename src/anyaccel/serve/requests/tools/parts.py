@@ -244,7 +244,7 @@ class Parameters:
         begin, middle, end: what is before the name of an argument, between it and its value, and after that. A line
             break beside the value is exactly one, unlike elsewhere.
         close: what ends the arguments.
-        json_middle: what stands in the place of `middle` where the value is JSON; "": the function's schema says which are.
+        json_middle: what stands for `middle` where the value is JSON; "": the function's schema says which are.
     """
 
     begin: str
