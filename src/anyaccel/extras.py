@@ -24,6 +24,7 @@ EXTRA_OF = {
     "uvicorn": "serve",
     "uvloop": "serve",
     "ray": "ray",
+    "opentelemetry-sdk": "otel",
 }
 
 

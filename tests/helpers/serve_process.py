@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--connections", type=int)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--otlp-endpoint")
     parser.add_argument("--log-level", default="info", help="a test that does not read the log asks for less of it")
     parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
@@ -96,6 +97,7 @@ def main() -> None:
         root_path=options.root_path,
         json_logs=True,
         log_level=options.log_level,
+        otlp_endpoint=options.otlp_endpoint,
     )
     listening.check(settings)
     engine = Slow()

@@ -228,6 +228,11 @@ def build_parser() -> Parser:
         help="how much is logged; info has one line for each request (default: info)",
     )
     add("--json-logs", action="store_true", help="log one JSON object on each line")
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, as in http://127.0.0.1:4318",
+    )
     add("-q", "--quiet", action="store_true", help="print no topology, plan, address and hints")
     return parser
 
@@ -521,6 +526,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         drain_seconds=options.drain_seconds,
         log_level=options.log_level,
         json_logs=options.json_logs,
+        otlp_endpoint=options.otlp_endpoint,
     )
 
 

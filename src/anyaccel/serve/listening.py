@@ -12,11 +12,13 @@ import socket
 import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import MissingPackageError, UsageError
+from anyaccel.extras import pip_line
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     log_level: str = "info"
     json_logs: bool = False
+    otlp_endpoint: str | None = None
 
 
 def check(settings: ServerSettings) -> None:
@@ -68,6 +71,15 @@ def check(settings: ServerSettings) -> None:
         raise UsageError(
             "--api-key and ANYACCEL_API_KEY: a key has to be printable ASCII, without blanks at its ends, "
             "or no header can bring it"
+        )
+    if settings.otlp_endpoint is not None and urlsplit(settings.otlp_endpoint).scheme not in ("http", "https"):
+        raise UsageError(
+            f"--otlp-endpoint {settings.otlp_endpoint}: must be a collector's address for OTLP over HTTP, as in "
+            "http://127.0.0.1:4318"
+        )
+    if settings.otlp_endpoint is not None and find_spec("opentelemetry") is None:
+        raise MissingPackageError(
+            f"--otlp-endpoint needs OpenTelemetry: {pip_line('opentelemetry-sdk')}", "opentelemetry"
         )
     if settings.root_path and (not settings.root_path.startswith("/") or settings.root_path.endswith("/")):
         raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")

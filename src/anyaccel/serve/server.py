@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from anyaccel.serve.api.application import application
 from anyaccel.serve.api.connection import bounded
 from anyaccel.serve.api.models import Models
+from anyaccel.serve.api.traces import Traces
 from anyaccel.serve.listening import ServerSettings, before_listening
 
 _CONNECTIONS = 1000  # open at once; more get status 503
@@ -107,9 +108,20 @@ async def _take_last_requests(state: ServerState) -> None:
 
 
 async def _serve(
-    models: Models, settings: ServerSettings, bound: socket.socket, announce: Callable[[], object]
+    models: Models,
+    settings: ServerSettings,
+    bound: socket.socket,
+    announce: Callable[[], object],
+    traces: Traces | None,
 ) -> None:
-    app = application(models, keys=settings.keys, origins=settings.origins, hosts=settings.hosts, page=settings.page)
+    app = application(
+        models,
+        keys=settings.keys,
+        origins=settings.origins,
+        hosts=settings.hosts,
+        page=settings.page,
+        traces=traces,
+    )
     # Whoever may write to a Unix socket is on this machine, like the proxies that uvicorn trusts by default.
     trusted = "*" if settings.uds and "FORWARDED_ALLOW_IPS" not in os.environ else None
     config = uvicorn.Config(
@@ -170,8 +182,10 @@ def run(
     """
 
     async def main() -> None:
+        traces = None
         try:
-            await _serve(models, settings, bound, announce)
+            traces = Traces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+            await _serve(models, settings, bound, announce, traces)
         finally:
             closing = asyncio.ensure_future(models.close())
             if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
@@ -179,6 +193,8 @@ def run(
                 logging.shutdown()
                 os._exit(1)
             await closing
+            if traces is not None:
+                traces.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -21,6 +21,7 @@ from uvicorn.protocols.utils import get_path_with_query_string
 from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import OPENAI, discard_body, error_answer
+from anyaccel.serve.api.traces import Traces
 from anyaccel.serve.interface import EngineStoppedError
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import new_id
@@ -79,8 +80,10 @@ class AccessMiddleware:
         hosts: Sequence[str],
         models: Models,
         endpoints: Sequence[Endpoint],
+        traces: Traces | None = None,
     ) -> None:
         self._app = app
+        self._traces = traces
         self._keys = keys
         self._origins = frozenset(origins)
         self._hosts = frozenset(hosts)
@@ -96,7 +99,7 @@ class AccessMiddleware:
         path = _path(scope)
         dialect = self._dialects.get(path, OPENAI)
         scope["anyaccel.id"] = identity = _request_id(scope)
-        start, status = time.monotonic(), 0
+        scope["anyaccel.start"], status = time.monotonic(), 0
 
         async def counted_send(message: Message) -> None:
             nonlocal status
@@ -118,7 +121,7 @@ class AccessMiddleware:
             answer = error_answer(error, dialect)
             answer.headers["connection"] = "close"
             await answer(scope, receive, counted_send)
-            _log(scope, status, time.monotonic() - start)
+            self._ended(scope, path, status)
             return
         try:
             with ExitStack() as scope["anyaccel.held"]:  # the model of the request, which stays until then
@@ -130,7 +133,14 @@ class AccessMiddleware:
                 stopped = EngineStoppedError("the server is shutting down")
                 await error_answer(stopped, dialect)(scope, receive, counted_send)
         finally:
-            _log(scope, status, time.monotonic() - start)
+            self._ended(scope, path, status)
+
+    def _ended(self, scope: Scope, path: str, status: int) -> None:
+        """Log and record a request after its response."""
+        seconds = time.monotonic() - scope["anyaccel.start"]
+        _log(scope, status, seconds)
+        if self._traces is not None and path in self._dialects and path not in self._public:
+            self._traces.record(scope, path, status, seconds)
 
     def _client_name(self, scope: Scope, path: str) -> str:
         """The name of the client, for fair queueing.

@@ -35,6 +35,7 @@ from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
 from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answer
+from anyaccel.serve.api.traces import Traces
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
 
@@ -49,6 +50,7 @@ def application(
     origins: Sequence[str] = (),
     hosts: Sequence[str] = (),
     page: bool = True,
+    traces: Traces | None = None,
 ) -> Starlette:
     """The server as an ASGI application.
 
@@ -58,6 +60,7 @@ def application(
         origins: sites whose pages may send requests; "*": all.
         hosts: names of this server, whose pages may send requests without a key.
         page: whether there is the chat page at /.
+        traces: where requests are recorded.
     """
     models = Models.of(served) if isinstance(served, Frontend) else served
     endpoints = [endpoint for api in APIS for endpoint in api.endpoints(models)]
@@ -78,7 +81,7 @@ def application(
     routes: list[BaseRoute] = [Route(each.path, _with_errors(each), methods=[each.method]) for each in addresses]
     models.inner = _without_access(Router(routes))
     routes.append(Mount("/page", StaticFiles(directory=PAGE)))
-    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, models, addresses)]
+    middleware = [Middleware(AccessMiddleware, ApiKeys(keys), origins, hosts, models, addresses, traces)]
     if origins:
         cors = Middleware(
             CORSMiddleware,

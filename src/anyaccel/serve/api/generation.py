@@ -94,13 +94,19 @@ class TokenUsage:
         self._counts = [0] * (len(prompts) * answers)
         self._drafts = [(0, 0)] * (len(prompts) * answers)
         self._reasoning = [0] * (len(prompts) * answers)
+        self._finish: list[str | None] = [None] * (len(prompts) * answers)
+        self.first_at: float | None = None  # when the first token came
 
     def add_message(self, delta: MessageDelta) -> None:
         self._reasoning[delta.text.index] = delta.reasoning_count
         self.add(delta.text)
+        self._finish[delta.text.index] = delta.finish or self._finish[delta.text.index]
 
     def add(self, delta: TextDelta) -> None:
         index, prompt = delta.index, delta.index // self._answers
+        if self.first_at is None and delta.count:
+            self.first_at = time.monotonic()
+        self._finish[index] = delta.finish or self._finish[index]
         self._counts[index] = delta.count
         self._drafts[index] = max(self._drafts[index], delta.drafts)
         self._cached[prompt] = max(self._cached[prompt], delta.cached)
@@ -108,6 +114,11 @@ class TokenUsage:
     @property
     def completion_tokens(self) -> int:
         return sum(self._counts)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the answers that have ended."""
+        return [each for each in self._finish if each is not None]
 
     @property
     def cached_tokens(self) -> int:

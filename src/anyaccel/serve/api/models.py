@@ -260,6 +260,7 @@ class Models:
         if keep_s is not None:
             model.keep_s = keep_s
         assert model.frontend is not None
+        request.scope["anyaccel.model"] = model.frontend.model
         return model.frontend
 
     def _use(self, model: ServedModel) -> None:

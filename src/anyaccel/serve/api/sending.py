@@ -175,7 +175,8 @@ async def read(request: Request, shape: type[B], limits: HttpLimits) -> B:
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object")
     try:
-        return shape.model_validate(given)
+        request.scope["anyaccel.body"] = body = shape.model_validate(given)
+        return body
     except ValidationError as error:
         raise invalid(error, given) from None
     except RecursionError:
