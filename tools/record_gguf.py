@@ -58,6 +58,17 @@ _GEMMA4 = {
     "use_double_wide_mlp": True,
     "vocab_size_per_layer_input": 40,
 }
+_GEMMA3N = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 4,
+    "intermediate_size": [24, 24, 24, 20, 20, 28],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 40,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.8, 0.95, 0.3, 0.0, 0.0, 0.0],
+}
 _HYBRID = ["linear_attention", "full_attention"]
 _DELTA = {
     "layer_types": _HYBRID,
@@ -147,6 +158,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ernie4_5-moe": (
         "Ernie4_5_MoeConfig",
         common(moe_num_experts=4, moe_k=2, moe_intermediate_size=8, moe_num_shared_experts=1, num_hidden_layers=3),
+        "F32",
+    ),
+    "apertus": ("ApertusConfig", common(), "F32"),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        common(**_GEMMA3N, num_kv_shared_layers=3),
         "F32",
     ),
     "gemma4": ("Gemma4TextConfig", common(**_GEMMA4, hidden_size_per_layer_input=8, num_kv_shared_layers=3), "F32"),

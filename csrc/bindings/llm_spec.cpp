@@ -147,6 +147,7 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   get(from, "gated", spec.gated);
   get(from, "bidirectional", spec.bidirectional);
   get(from, "fused_input", spec.fused_input);
+  optional(from, "out_norm", spec.out_norm, read_norm);
   return spec;
 }
 
@@ -236,10 +237,14 @@ llm::MlpSpec read_mlp(const nb::handle& from) {
                       {"gelu_quick", Activation::gelu_quick},
                       {"relu", Activation::relu},
                       {"relu2", Activation::relu2},
-                      {"swiglu_oai", Activation::swiglu_oai}});
+                      {"swiglu_oai", Activation::swiglu_oai},
+                      {"xielu", Activation::xielu}});
   get(from, "gated", spec.gated);
   get(from, "bias", spec.bias);
   get(from, "out_bias", spec.out_bias);
+  optional(from, "norm", spec.norm, read_norm);
+  const nb::object cutoff = at(from, "cutoff");
+  if (!cutoff.is_none()) get(from, "cutoff", spec.cutoff.emplace());
   return spec;
 }
 
@@ -304,6 +309,22 @@ llm::HiddenInputsSpec read_hidden_inputs(const nb::handle& from) {
   return spec;
 }
 
+llm::LaurelSpec read_laurel(const nb::handle& from) {
+  llm::LaurelSpec spec;
+  get(from, "rank", spec.rank);
+  spec.norm = read_norm(at(from, "norm"));
+  get(from, "scale", spec.scale);
+  return spec;
+}
+
+llm::StreamsSpec read_streams(const nb::handle& from) {
+  llm::StreamsSpec spec;
+  get(from, "count", spec.count);
+  spec.norm = read_norm(at(from, "norm"));
+  get(from, "scaled", spec.scaled);
+  return spec;
+}
+
 llm::InputGateSpec read_input_gate(const nb::handle& from) {
   llm::InputGateSpec spec;
   spec.mlp = read_mlp(at(from, "mlp"));
@@ -329,6 +350,8 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   get(from, "residual_scale", spec.residual_scale);
   get(from, "residual_from_norm", spec.residual_from_norm);
   optional(from, "input_gate", spec.input_gate, read_input_gate);
+  optional(from, "laurel", spec.laurel, read_laurel);
+  optional(from, "streams", spec.streams, read_streams);
   get(from, "scaled", spec.scaled);
   numbers(from, "weight_factors", spec.weight_factors);
   const nb::object recurrent = at(from, "recurrent");
@@ -369,6 +392,7 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   optional(from, "relative_bias", spec.relative_bias, read_relative_bias);
   optional(from, "distances", spec.distances, read_distances);
   optional(from, "hidden_inputs", spec.hidden_inputs, read_hidden_inputs);
+  get(from, "streams", spec.streams);
   return spec;
 }
 

@@ -28,6 +28,7 @@ from anyaccel.inference.spec.decoder import (
     Rope,
     SelectiveScan,
     ShortConv,
+    Streams,
     weights,
 )
 from anyaccel.inference.spec.mapping import Part
@@ -112,6 +113,12 @@ def _rotate(rope: Rope, x: Tensor, first: int, positions: Tensor, length: int) -
     return torch.cat([x[..., :first], out, x[..., first + 2 * half :]], -1)
 
 
+def _xielu(x: Tensor, values: Tensor) -> Tensor:
+    alpha_p, alpha_n, beta, eps = values
+    below = (torch.expm1(x.minimum(eps)) - x) * (beta + F.softplus(alpha_n))
+    return torch.where(x > 0, F.softplus(alpha_p) * x * x, below) + beta * x
+
+
 def _activate(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
     if kind == "swiglu_oai":
         assert up is not None
@@ -144,7 +151,11 @@ def _sparsemixer(moe: Moe, logits: Tensor) -> tuple[Tensor, Tensor]:
 def _mlp(mlp: Mlp, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
     y = _linear(f"{name}.gate_up", x, w)
     gate, up = y.chunk(2, -1) if mlp.gated else (y, None)
-    return _linear(f"{name}.down", _activate(mlp.activation, gate, up), w)
+    if mlp.cutoff is not None:
+        cutoff = gate.mean(-1, keepdim=True) + mlp.cutoff * gate.std(-1, keepdim=True, correction=0)
+        gate = F.relu(gate - cutoff)
+    features = _xielu(gate, w[f"{name}.act"]) if mlp.activation == "xielu" else _activate(mlp.activation, gate, up)
+    return _linear(f"{name}.down", _norm(mlp.norm, f"{name}.norm", features, w), w)
 
 
 def _experts(moe: Moe, at: str, x: Tensor, h: Tensor, w: Mapping[str, Tensor]) -> Tensor:
@@ -326,6 +337,7 @@ class Reference:
         out = torch.einsum("hqk,khd->qhd", factors, v).flatten(1)
         if a.gated:
             out = out * torch.sigmoid(_linear(f"{at}.qkv", x, self.w)[:, -out.shape[1] :])
+        out = _norm(a.out_norm, f"{at}.out_norm", out, self.w)
         return _linear(f"{at}.o", out, self.w)
 
     def _remember(self, index: int, x: Tensor, sequence: Cached) -> Tensor | None:
@@ -442,6 +454,9 @@ class Reference:
         if layer.parallel:
             return h + r * (y + mlp(x if layer.mlp_norm is None else _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)))
         h = (x if layer.residual_from_norm else h) + r * y
+        if layer.laurel is not None:
+            side = _linear(f"{at}.laurel_up", _linear(f"{at}.laurel_down", x, w), w)
+            h = layer.laurel.scale * (h + x + _norm(layer.laurel.norm, f"{at}.laurel_norm", side, w))
         if layer.mlp is None:
             return h
         x = _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)
@@ -457,6 +472,31 @@ class Reference:
         projected = _linear("layer_projection", h, w).view_as(table) * own.projection_scale
         return own.scale * (_norm(own.norm, "layer_projection_norm", projected, w) + own.embed_scale * table)
 
+    def _streamed(self, index: int, layer: Layer, streams: Streams, h: Tensor, sequence: Cached) -> Tensor:
+        """What a layer makes of streams [streams, tokens, hidden], without its input_gate."""
+        at, w, count = f"layers.{index}", self.w, streams.count
+
+        def routed(x: Tensor) -> Tensor:
+            x = _norm(streams.norm, f"{at}.stream_norm", x, w) / x.shape[-1]
+            return torch.tanh(x @ w[f"{at}.stream_router"].view(count, -1).T)
+
+        factors = w[f"{at}.stream_predict"].view(count, count, count)
+        h = h + torch.einsum("ikm,nm,knd->ind", factors, routed(h[0]), h)
+        made = self._layer(index, layer, h[0], sequence)
+        factors = 1 + routed(made) @ w[f"{at}.stream_correct"].view(count, count).T
+        return h + factors.T[..., None] * (made - h[0])
+
+    def _in_streams(self, h: Tensor, opening: bool) -> Tensor:
+        """All streams of the embedding, or the residual of all of them."""
+        others, name = self.spec.streams - 1, "streams_in" if opening else "streams_out"
+        first = h if opening else h[0]
+        size = first.square().mean(-1, keepdim=True).sqrt()
+        found = [first]
+        for number, weight in enumerate(self.w[name].chunk(others)):
+            y = (first if opening else h[number + 1]) @ weight.T
+            found.append(y * size / y.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt())
+        return torch.stack(found) if opening else torch.stack(found).mean(0)
+
     def step(self, sequence: Cached, tokens: Sequence[int]) -> Tensor:
         """Logits [len(tokens), vocab] of new tokens of a sequence."""
         spec, w = self.spec, self.w
@@ -466,14 +506,24 @@ class Reference:
             h = h + w["positions"][first : first + len(tokens)]
         h = _norm(spec.embedding_norm, "embed_norm", h, w)
         inputs = self._inputs(tokens, h)
+        if spec.streams > 1:
+            h = self._in_streams(h, opening=True)
         for index, layer in enumerate(spec.layers):
-            h, at = self._layer(index, layer, h, sequence), f"layers.{index}"
+            at, streams = f"layers.{index}", layer.streams
+            if streams is None:
+                h = read = self._layer(index, layer, h, sequence)
+            else:
+                h = self._streamed(index, layer, streams, h, sequence)
+                read = h[0] * w[f"{at}.stream_scale"] if streams.scaled else h[0]
             if layer.input_gate is not None:
-                gate = _linear(f"{at}.input_gate", h, w)
+                gate = _linear(f"{at}.input_gate", read, w)
                 y = _linear(f"{at}.input_down", _activate(layer.input_gate.mlp.activation, gate, inputs[:, index]), w)
-                h = h + _norm(layer.input_gate.norm, f"{at}.input_norm", y, w)
+                y = _norm(layer.input_gate.norm, f"{at}.input_norm", y, w)
+                h = h + y if streams is None else torch.cat([h[:1], h[1:] + y])
             if layer.scaled:
                 h = h * w[f"{at}.layer_scale"]
+        if spec.streams > 1:
+            h = self._in_streams(h, opening=False)
         sequence.length += len(tokens)
         h = _norm(spec.final_norm, "final_norm", h, w)
         logits = h @ (w["embed"] if spec.tied else w["head"]).T

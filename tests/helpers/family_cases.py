@@ -657,6 +657,13 @@ CASES |= {
         common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
     ),
     "nanochat": ("NanoChatConfig", common(final_logit_softcapping=2.0)),
+    "apertus": ("ApertusConfig", common()),
+    "apertus-plain": (
+        "ApertusConfig",
+        common("num_key_value_heads", attention_bias=True, hidden_act="gelu", rope_parameters=_YARN["rope_parameters"]),
+    ),
+    "bitnet": ("BitNetConfig", common()),
+    "bitnet-biases": ("BitNetConfig", common(attention_bias=True, hidden_act="silu", tie_word_embeddings=True)),
     "nanochat-yarn": ("NanoChatConfig", common(final_logit_softcapping=None, attention_bias=True, **_YARN)),
 }
 
@@ -990,6 +997,19 @@ _GEMMA4 = {
     "sliding_window": 5,
     "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
 }
+_GEMMA3N = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 8,
+    "intermediate_size": [72, 72, 72, 40, 40, 56],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "laurel_rank": 10,
+    "altup_num_inputs": 4,
+    "activation_sparsity_pattern": [0.8, 0.95, 0.3, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 3.0,
+}
 CASES |= {
     "gemma4_text": (
         "Gemma4TextConfig",
@@ -1032,6 +1052,17 @@ CASES |= {
                 "full_attention": {"rope_type": "default", "rope_theta": 1e5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        ),
+    ),
+    "gemma3n_text": ("Gemma3nTextConfig", common(**_GEMMA3N, num_kv_shared_layers=3)),
+    "gemma3n_text-plain": (
+        "Gemma3nTextConfig",
+        common(
+            **_GEMMA3N
+            | {"altup_num_inputs": 2, "altup_correct_scale": False, "activation_sparsity_pattern": None}
+            | {"intermediate_size": 72, "vocab_size_per_layer_input": 100},
+            num_kv_shared_layers=0,
+            attention_bias=True,
         ),
     ),
     "gemma4_unified_text": (

@@ -149,6 +149,8 @@ double activation_oracle(Activation kind, double x) {
       return std::max(0.0, x) * std::max(0.0, x);
     case Activation::swiglu_oai:
       return std::min(x, 7.0) * logistic(1.702 * std::min(x, 7.0));
+    case Activation::xielu:
+      break;  // has a test of its own
   }
   return 0;
 }
@@ -178,6 +180,42 @@ void test_activations(const OpKernels& ops) {
         CHECK(close(*at(fused, i), activation_oracle(kind, *at(gate, i)) * factor, 2e-6, 1e-6));
       }
     }
+  }
+}
+
+void test_learned_activation(const OpKernels& ops) {
+  const double positive = 0.7, negative = 1.3, beta = 0.5, eps = -1e-6;
+  for (const int64_t n : kSizes) {
+    const Row x = row(n, 6);
+    for (int64_t i = 0; i < n; i += 3) *at(x, i) *= 0.01f;
+    const Row got = copy(x, n);
+    ops.xielu(0.7f, 1.3f, 0.5f, -1e-6f, got.get(), n);
+    for (int64_t i = 0; i < n; ++i) {
+      const double v = *at(x, i);
+      const double want = beta * v + (v > 0 ? positive * v * v : negative * (std::expm1(std::min(v, eps)) - v));
+      CHECK(close(*at(got, i), want, 2e-6, 1e-7));
+    }
+  }
+}
+
+void test_row_statistics(const OpKernels& ops) {
+  for (const int64_t n : kSizes) {
+    const Row x = row(n, 3), y = row(n);
+    double sum = 0, product = 0, spread = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      *at(x, i) += 2;
+      sum += *at(x, i);
+      product += static_cast<double>(*at(x, i)) * *at(y, i);
+    }
+    CHECK(close(ops.dot(x.get(), y.get(), n), product, 1e-5, 1e-5 * static_cast<double>(n)));
+    if (n == 0) continue;
+    float mean, squares;
+    ops.moments(x.get(), n, &mean, &squares);
+    for (int64_t i = 0; i < n; ++i) spread += std::pow(*at(x, i) - sum / static_cast<double>(n), 2);
+    CHECK(close(mean, sum / static_cast<double>(n), 1e-5, 1e-6) && close(squares, spread, 1e-5, 1e-5));
+    const Row got = copy(x, n);
+    ops.cut(got.get(), 2.25f, n);
+    for (int64_t i = 0; i < n; ++i) CHECK(*at(got, i) == std::max(0.0f, *at(x, i) - 2.25f));
   }
 }
 
@@ -247,6 +285,8 @@ int main() {
     test_norms(ops);
     test_rope(ops);
     test_activations(ops);
+    test_learned_activation(ops);
+    test_row_statistics(ops);
     test_elementwise(ops);
     test_argmax(ops);
     std::printf("%s: passed\n", isa_name(isa));

@@ -86,6 +86,8 @@ def _attention(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         "chunks": a.chunk,
         "growing queries": a.growth,
         "earlier layers' keys and values": a.kv_layer >= 0,
+        "norm of the result": a.out_norm is not None,
+        "low-rank way beside it": layer.laurel is not None,
     }
     yield from (name for name, present in features.items() if present)
 
@@ -98,6 +100,10 @@ def _mlp(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
     yield f"gated {part.activation}" if part.gated else part.activation
     if part.bias:
         yield "biases"
+    if part.norm is not None:
+        yield "norm of the features"
+    if part.cutoff is not None:
+        yield "few gates"
     if not isinstance(mlp, Mlp):
         yield "experts"
         if mlp.shared is not None:
@@ -115,6 +121,7 @@ def _else(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         "head bias": spec.head_bias,
         "embeddings of each layer": spec.layer_inputs is not None,
         "layer factor": layer.scaled,
+        "several residuals": spec.streams > 1,
     }
     yield from (name for name, present in features.items() if present)
 

@@ -109,15 +109,26 @@ void check_scan(const std::string& where, const SelectiveScanSpec& scan, const D
     fail(where, "ranks have no room for the sums of " + std::to_string(select_rows(scan)) + " values");
 }
 
-void check_mlp(const std::string& where, const MlpSpec& mlp) { in_range(where, "features", mlp.features, 1); }
+void check_mlp(const std::string& where, const MlpSpec& mlp) {
+  in_range(where, "features", mlp.features, 1);
+  if (mlp.activation == Activation::xielu && mlp.gated) fail(where, "xielu is of an mlp without gates");
+  if (mlp.cutoff && !mlp.gated) fail(where, "cutoff is of gates");
+}
+
+// One of experts, or beside them, or of input_gate.
+void check_simple_mlp(const std::string& where, const MlpSpec& mlp) {
+  check_mlp(where, mlp);
+  if (mlp.norm || mlp.cutoff || mlp.activation == Activation::xielu)
+    fail(where, "norm, cutoff and xielu are of a layer's only mlp");
+}
 
 void check_layer(const std::string& where, const LayerSpec& layer, const DecoderSpec& spec) {
   if (layer.attention) check_attention(where, *layer.attention, spec);
   if (layer.short_conv) check_short_conv(where, *layer.short_conv);
   if (layer.linear_attention) check_linear_attention(where, *layer.linear_attention, spec);
   if (layer.scan) check_scan(where, *layer.scan, spec);
-  if (spec.size > 1 && layer.is_recurrent() && layer.attention && layer.attention->qk_norm &&
-      layer.attention->qk_norm->across)
+  if (spec.size > 1 && layer.is_recurrent() && layer.attention &&
+      (layer.attention->out_norm || (layer.attention->qk_norm && layer.attention->qk_norm->across)))
     fail(where, "beside a recurrent mixer, ranks have no norm over all heads");
   if (layer.mlp && layer.moe) fail(where, "has an mlp and a moe");
   if (!layer.attention && !layer.is_recurrent() && !layer.has_mlp()) fail(where, "has neither a mixer nor an mlp");
@@ -130,8 +141,8 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
     in_range(where, "top_groups", moe.top_groups, 1, moe.groups);
     if (moe.experts % moe.groups != 0) fail(where, "experts are not a multiple of groups");
     if (moe.experts / moe.groups * moe.top_groups < moe.top_k) fail(where, "top_groups have fewer than top_k experts");
-    check_mlp(where, moe.expert);
-    if (moe.shared) check_mlp(where, *moe.shared);
+    check_simple_mlp(where, moe.expert);
+    if (moe.shared) check_simple_mlp(where, *moe.shared);
     if (moe.shared_gate && !moe.shared) fail(where, "shared_gate without shared");
     if (moe.post_norm.has_value() != moe.shared_post_norm.has_value() || (moe.post_norm && !moe.shared))
       fail(where, "post_norm and shared_post_norm need each other, and a shared mlp");
@@ -142,6 +153,18 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
   }
   if (layer.parallel && (layer.attn_post_norm || layer.mlp_post_norm || layer.residual_from_norm))
     fail(where, "parallel layers have no post norms and no residual_from_norm");
+  if (layer.parallel && layer.mlp && (layer.mlp->norm || layer.mlp->cutoff))
+    fail(where, "parallel layers have no norm and no cutoff in their mlp");
+  if (layer.input_gate) check_simple_mlp(where, layer.input_gate->mlp);
+  if (layer.laurel) {
+    in_range(where, "laurel.rank", layer.laurel->rank, 1);
+    if (layer.parallel || layer.residual_from_norm || !layer.attention || layer.is_recurrent())
+      fail(where, "laurel is beside attention alone, in a layer that is not parallel");
+  }
+  const int streams = layer.streams ? layer.streams->count : 1;
+  if (streams != spec.streams || (layer.streams && streams < 2))
+    fail(where, "streams are " + std::to_string(streams) + ", the decoder's are " + std::to_string(spec.streams));
+  if (layer.streams && layer.residual_from_norm) fail(where, "streams and residual_from_norm");
   if (layer.input_gate && (!spec.layer_inputs || spec.layer_inputs->features != layer.input_gate->mlp.features))
     fail(where, "input_gate without layer_inputs of as many features");
   if (layer.parallel && layer.moe && layer.mlp_norm) fail(where, "parallel layers with experts have one norm");
@@ -234,6 +257,9 @@ void check(const DecoderSpec& spec) {
     if (spec.stages > 1) fail("", "layer_inputs need the embedding, which one of several stages has");
   }
   in_range("", "token_types", spec.token_types, 0, 1 << 16);
+  in_range("", "streams", spec.streams, 1, 16);
+  if (spec.streams > 1 && (spec.stages > 1 || spec.hidden_inputs || spec.is_encoder()))
+    fail("", "streams are of one stage, and not of encoders and heads that draft");
   check_encoder(spec);
   if (spec.hidden_inputs) check_hidden_inputs(spec);
   for (const RopeSpec& rope : spec.ropes) {

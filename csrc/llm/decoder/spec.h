@@ -75,6 +75,7 @@ struct AttentionSpec {
   bool gated = false;
   bool bidirectional = false;
   bool fused_input = false;
+  std::optional<NormSpec> out_norm;
 
   bool own_keys() const { return kv_layer < 0; }
 };
@@ -139,6 +140,8 @@ struct MlpSpec {
   bool gated = true;
   bool bias = false;
   bool out_bias = false;
+  std::optional<NormSpec> norm;
+  std::optional<float> cutoff;
 };
 
 struct MoeSpec {
@@ -216,6 +219,18 @@ struct InputGateSpec {
   NormSpec norm;
 };
 
+struct LaurelSpec {
+  int64_t rank = 0;
+  NormSpec norm;
+  float scale = 1;
+};
+
+struct StreamsSpec {
+  int count = 0;
+  NormSpec norm;
+  bool scaled = false;
+};
+
 struct LayerSpec {
   std::optional<AttentionSpec> attention;
   std::optional<MlpSpec> mlp;  // at most one of the two
@@ -233,6 +248,8 @@ struct LayerSpec {
   std::optional<LinearAttentionSpec> linear_attention;
   std::optional<SelectiveScanSpec> scan;
   std::vector<float> weight_factors;  // which the weights that come here have been multiplied by
+  std::optional<LaurelSpec> laurel;
+  std::optional<StreamsSpec> streams;
 
   bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
   bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value() || scan.has_value(); }
@@ -265,6 +282,7 @@ struct DecoderSpec {
   std::optional<RelativeBiasSpec> relative_bias;
   std::optional<DistancesSpec> distances;
   std::optional<HiddenInputsSpec> hidden_inputs;
+  int streams = 1;
 
   // Whether tokens see those behind them: whole sequences are computed, and nothing of them is kept.
   bool is_encoder() const {

@@ -71,6 +71,15 @@ class WeightWalk {
     norm("layer_projection_norm", inputs.norm, inputs.features, layer_projection_norm);
   }
 
+  // Of all streams but the first.
+  void streams(const DecoderSpec& spec, const char* name, std::vector<LinearWeights>& out) {
+    if (spec.streams < 2) return;
+    out.resize(static_cast<size_t>(spec.streams - 1));
+    std::vector<LinearWeights*> parts;
+    for (LinearWeights& each : out) parts.push_back(&each);
+    linear(name, product(spec.streams - 1, hidden_), hidden_, false, parts);
+  }
+
   // Columns of `fuse` are those of the embedding, then of the hidden states.
   void fuse(const HiddenInputsSpec& inputs, LinearWeights& reduce, LinearWeights& out, Norm& embed_norm,
             Norm& hidden_norm) {
@@ -126,6 +135,19 @@ class WeightWalk {
       norm(at + "input_norm", spec.input_gate->norm, hidden_, out.input_norm);
     }
     if (spec.scaled) out.layer_scale = vector(at + "layer_scale", 1);
+    if (spec.laurel) {
+      matrix(at + "laurel_down", spec.laurel->rank, hidden_, out.laurel_down);
+      matrix(at + "laurel_up", hidden_, spec.laurel->rank, out.laurel_up);
+      norm(at + "laurel_norm", spec.laurel->norm, hidden_, out.laurel_norm);
+    }
+    if (spec.streams) {
+      const int64_t count = spec.streams->count;
+      norm(at + "stream_norm", spec.streams->norm, hidden_, out.stream_norm);
+      out.stream_router = vector(at + "stream_router", product(count, hidden_));
+      out.stream_predict = vector(at + "stream_predict", product(count, product(count, count)));
+      out.stream_correct = vector(at + "stream_correct", product(count, count));
+      if (spec.streams->scaled) out.stream_scale = vector(at + "stream_scale", hidden_);
+    }
   }
 
  private:
@@ -168,6 +190,9 @@ class WeightWalk {
       linear(name + ".gate_up", product(2, spec.features), hidden_, spec.bias, {&out.gate, &out.up});
     else
       matrix(name + ".gate_up", spec.features, hidden_, out.gate, spec.bias);
+    if (spec.activation == Activation::xielu) out.values = vector(name + ".act", sizeof(XieluValues) / sizeof(float));
+    norm(name + ".norm", spec.norm, spec.features, out.norm);
+    out.cutoff = spec.cutoff;
     matrix(name + ".down", hidden_, spec.features, out.down, spec.out_bias);
   }
 
@@ -239,6 +264,7 @@ class WeightWalk {
     }
     norm(at + "v_norm", a.value_norm, a.value_dim, out.v_norm);
     if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
+    norm(at + "out_norm", a.out_norm, product(a.heads, a.value_dim), out.out_norm);
     matrix(at + "o", hidden_, product(a.heads, a.value_dim), out.o, a.out_bias);
   }
 
@@ -280,7 +306,10 @@ std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
   Norm norm;
   const float* values = nullptr;
   list.before(spec, linear, linear, linear, values, linear, norm, norm, linear, linear, norm);
+  std::vector<LinearWeights> streams;
+  list.streams(spec, "streams_in", streams);
   if (spec.hidden_inputs) list.fuse(*spec.hidden_inputs, linear, linear, norm, norm);
+  list.streams(spec, "streams_out", streams);
   list.after(spec, linear, norm);
   return list.found;
 }
@@ -318,6 +347,7 @@ class Weights::Builder final : WeightWalk {
     before(spec_, embed, positions, token_types, weights_.relative_bias, distances, weights_.distances_norm,
            weights_.embed_norm, layer_embed, weights_.layer_projection, weights_.layer_projection_norm);
     weights_.distances = distances.w;
+    streams(spec_, "streams_in", weights_.streams_in);
     if (spec_.hidden_inputs)
       fuse(*spec_.hidden_inputs, weights_.reduce, weights_.fuse, weights_.fuse_embed_norm, weights_.fuse_hidden_norm);
     weights_.token_types = token_types.w;
@@ -330,6 +360,7 @@ class Weights::Builder final : WeightWalk {
       const std::string at = "layers." + std::to_string(static_cast<size_t>(spec_.first_layer) + i) + ".";
       layer(at, each, each.moe ? each.moe->experts : 0, weights_.layers[i]);
     }
+    streams(spec_, "streams_out", weights_.streams_out);
     if (spec_.tied && spec_.is_last_stage()) weights_.head.w = weights_.embed;
     after(spec_, weights_.head, weights_.final_norm);
     const size_t given = matrices_.size() + vectors_.size();
@@ -726,10 +757,27 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& layer = layers[i];
-    for (const LinearWeights* one : {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b,
-                                     &layer.router, &layer.shared_gate, &layer.input_gate, &layer.input_down,
-                                     &layer.mix_in, &layer.mix_gates[0], &layer.mix_gates[1], &layer.mix_steps,
-                                     &layer.mix_select, &layer.mix_step_up, &layer.mix_gate_up, &layer.mix_out})
+    for (const LinearWeights* one : {&layer.qkv,
+                                     &layer.v,
+                                     &layer.o,
+                                     &layer.q_a,
+                                     &layer.q_b,
+                                     &layer.kv_a,
+                                     &layer.kv_b,
+                                     &layer.router,
+                                     &layer.shared_gate,
+                                     &layer.input_gate,
+                                     &layer.input_down,
+                                     &layer.mix_in,
+                                     &layer.mix_gates[0],
+                                     &layer.mix_gates[1],
+                                     &layer.mix_steps,
+                                     &layer.mix_select,
+                                     &layer.mix_step_up,
+                                     &layer.mix_gate_up,
+                                     &layer.mix_out,
+                                     &layer.laurel_down,
+                                     &layer.laurel_up})
       add(*one);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);
@@ -739,6 +787,8 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
     for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
   }
   add(layer_projection);
+  for (const LinearWeights& each : streams_in) add(each);
+  for (const LinearWeights& each : streams_out) add(each);
   add(reduce);
   add(fuse);
   add(head);

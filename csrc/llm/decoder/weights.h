@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -53,6 +54,9 @@ struct LinearWeights {
 struct MlpWeights {
   LinearWeights gate, up, down;
   Activation activation = Activation::silu;
+  const float* values = nullptr;  // of an activation that has learned ones: XieluValues
+  Norm norm;                      // of the features
+  std::optional<float> cutoff;    // see MlpSpec
 };
 
 // What multi-head latent attention multiplies with, of one head: parts of kv_b, and its keys' part transposed.
@@ -93,10 +97,17 @@ struct LayerWeights {
   MlpWeights shared;
   LinearWeights shared_gate;
   LinearWeights input_gate, input_down;
-  Norm v_norm, input_norm;
+  Norm v_norm, input_norm, out_norm;
   Norm router_norm, experts_norm, experts_post_norm, shared_post_norm;
   const float* expert_scale = nullptr;
   const float* layer_scale = nullptr;
+  LinearWeights laurel_down, laurel_up;
+  Norm laurel_norm;
+  Norm stream_norm;
+  const float* stream_router = nullptr;   // [streams, hidden]
+  const float* stream_predict = nullptr;  // [streams, streams, streams]: predicted, of which, router
+  const float* stream_correct = nullptr;  // [streams, streams]: corrected, router
+  const float* stream_scale = nullptr;    // [hidden]
 };
 
 class Weights {
@@ -147,7 +158,8 @@ class Weights {
   Norm distances_norm;
   LinearWeights layer_projection;
   Norm layer_projection_norm;
-  LinearWeights reduce, fuse;  // of hidden_inputs
+  std::vector<LinearWeights> streams_in, streams_out;  // of all streams but the first
+  LinearWeights reduce, fuse;                          // of hidden_inputs
   Norm fuse_embed_norm, fuse_hidden_norm;
   LinearWeights head;
   Norm embed_norm, final_norm;

@@ -46,6 +46,7 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       const AttentionSpec& a = *layer.attention;
       most(qkv, qkv_rows(a));
       most(out, static_cast<int64_t>(a.heads) * a.value_dim);
+      if (a.out_norm) most(normed, static_cast<int64_t>(a.heads) * a.value_dim);
       if (a.mla) {
         most(latent, std::max<int64_t>(a.mla->q_rank, a.mla->kv_rank + a.mla->rope_dim));
         most(keys, int64_t{a.mla->kv_rank} + a.mla->rope_dim);
@@ -77,6 +78,8 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
     const auto mlp = [&](const MlpSpec& m) {
       most(features, m.features);
       gated = gated || m.gated;
+      if (m.norm) most(normed, m.features);
+      cutoffs = cutoffs || m.cutoff;
     };
     if (layer.mlp) mlp(*layer.mlp);
     if (layer.moe) {
@@ -88,8 +91,10 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
     }
     two_norms = two_norms || (layer.parallel && layer.mlp_norm.has_value());
     if (layer.input_gate) most(features, layer.input_gate->mlp.features);
+    if (layer.laurel) most(laurel, layer.laurel->rank);
   }
   if (spec.layer_inputs) layer_inputs = spec.layer_inputs->layers * spec.layer_inputs->features;
+  streams = spec.streams;
   if (spec.hidden_inputs) fused = hidden + spec.hidden_inputs->beside(hidden);
   if (spec.hidden_inputs) draft_vocab = spec.hidden_inputs->draft_vocab;
 }
@@ -97,7 +102,11 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
 int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + keys + out + (gated ? 2 : 1) * features + router +
          (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
-         draft_vocab;
+         draft_vocab + laurel +
+         (streams > 1  ? 2 * streams - 1
+          : laurel > 0 ? 1
+                       : 0) *
+             hidden;
 }
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
@@ -133,6 +142,11 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.layer_inputs = rows(wanted, widths.layer_inputs);
   next.fused = rows(wanted, widths.fused);
   next.draft_logits = rows(wanted, widths.draft_vocab);
+  if (widths.cutoffs) next.cutoffs = Buffer(wanted);
+  const int64_t stream = padded_stride(widths.hidden);
+  if (widths.streams > 1) next.streams = Buffer(wanted * widths.streams * stream);
+  if (widths.streams > 1 || widths.laurel > 0) next.side = Buffer(wanted * std::max(widths.streams - 1, 1) * stream);
+  next.laurel = rows(wanted, widths.laurel);
   for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
   next.inputs.reserve(shapes, wanted);
   next.own.resize(static_cast<size_t>(threads));
@@ -143,6 +157,12 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
     one.fused = rows(kGemvTokens, widths.fused);
+    if (widths.streams > 1) {
+      one.streams = Buffer(kGemvTokens * widths.streams * stream);
+      one.old_streams = Buffer(widths.streams * stream);
+    }
+    // With the rows' distance in the shared buffer, which may be that of a wider one.
+    if (widths.normed > 0) one.normed = rows(kGemvTokens, std::max(widths.out, widths.features));
     one.expanded_rows = rows(kLatentTile, widths.expanded);
     one.row = rows(1, std::max({widths.hidden, widths.latent, widths.layer_inputs}));
     if (widths.key_dim > 0) one.head_keys = Buffer(kHeadTokens * head_scratch(widths.key_dim));

@@ -37,21 +37,10 @@ void StepThread::sums_of_squares(size_t index, const float* heads, int64_t strid
   const int64_t k_count = static_cast<int64_t>(spec.kv_heads) * spec.head_dim;
   float* out = forward_.ranks_->slot(spec_.rank, turn_);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
-    for (const int which : {0, 1}) {
-      const float* from = heads + t * stride + (which == 0 ? 0 : q_count);
-      const int64_t count = which == 0 ? q_count : k_count;
-      double sum = 0, squares = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        sum += static_cast<double>(from[i]);
-        squares += static_cast<double>(from[i]) * static_cast<double>(from[i]);
-      }
-      // Ranks with the same KV heads count as one.
-      const double share = which == 0 ? 1.0 : 1.0 / spec.kv_copies;
-      float* to = out + (2 * t + which) * 4;
-      to[0] = static_cast<float>(sum * share);
-      to[1] = static_cast<float>(squares * share);
-      to[2] = static_cast<float>(static_cast<double>(count) * share);
-    }
+    const float* q = heads + t * stride;
+    put_sums(q, q_count, 1.0, out + 2 * t * kSums);
+    // Ranks with the same KV heads count as one.
+    put_sums(q + q_count, k_count, 1.0 / spec.kv_copies, out + (2 * t + 1) * kSums);
   }
 }
 
@@ -70,24 +59,8 @@ void StepThread::norm_queries_keys(size_t index, float* q, float* k, int64_t t) 
     norm(weights.k_norm, k, k_count, k);
     return;
   }
-  for (const int which : {0, 1}) {
-    const Norm& n = which == 0 ? weights.q_norm : weights.k_norm;
-    float* values = which == 0 ? q : k;
-    const int64_t count = which == 0 ? q_count : k_count;
-    double sum = 0, squares = 0, total = 0;
-    for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
-      const float* from = forward_.ranks_->slot(rank, pending_turn_) + (2 * t + which) * 4;
-      sum += static_cast<double>(from[0]);
-      squares += static_cast<double>(from[1]);
-      total += static_cast<double>(from[2]);
-    }
-    const double mean = n.kind == NormKind::layer ? sum / total : 0.0;
-    const double factor = 1.0 / std::sqrt(squares / total - mean * mean + static_cast<double>(n.eps));
-    for (int64_t i = 0; i < count; ++i) {
-      const auto normed = static_cast<float>((static_cast<double>(values[i]) - mean) * factor);
-      values[i] = normed * (n.weight == nullptr ? 1.0f : n.weight[i]) + (n.bias == nullptr ? 0.0f : n.bias[i]);
-    }
-  }
+  norm_of_ranks(weights.q_norm, 2 * t, q, q_count, q);
+  norm_of_ranks(weights.k_norm, 2 * t + 1, k, k_count, k);
 }
 
 // Clips, norms and rotates heads: in place, every thread a part of the tokens, or all for itself when they are few.
@@ -132,7 +105,7 @@ void StepThread::rotate_standard(size_t index, AttentionStep& step) noexcept {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) rotate_token(t);
   if (across) {
     sums_of_squares(index, heads, qkv_stride_, tokens);
-    exchange(Work::heads, {8 * tokens_, 0});
+    exchange(Work::heads, {2 * kSums * tokens_, 0});
   }
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     float* q = heads + t * qkv_stride_;
@@ -223,8 +196,11 @@ void StepThread::attention(size_t index) noexcept {
   else
     attend_standard(index, step);
   if (spec.gated) gate_attention(index);
+  const float* seen = step.out;
+  if (spec.out_norm)
+    seen = norm_rows(weights.out_norm, step.out, step.out_stride, int64_t{spec.heads} * spec.value_dim);
   fresh();
-  const Input& in = input(weights.o.w.shape(), step.out, step.out_stride, tokens_);
+  const Input& in = input(weights.o.w.shape(), seen, step.out_stride, tokens_);
   multiply_into(weights.o, in, delta(0), hidden_stride_);
   if (layer.parallel) {
     mark(Work::out);
@@ -232,7 +208,7 @@ void StepThread::attention(size_t index) noexcept {
       fresh();
       experts(index, delta(1));
     } else {
-      mlp(weights.mlp, delta(1), true);
+      mlp(weights.mlp, 1, true);
     }
   }
 }

@@ -63,13 +63,15 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       states_(spec) {
   add_shape(shapes_, weights.head.w);
   add_shape(shapes_, weights.layer_projection.w);
+  for (const LinearWeights& each : weights.streams_in) add_shape(shapes_, each.w);
+  for (const LinearWeights& each : weights.streams_out) add_shape(shapes_, each.w);
   add_shape(shapes_, weights.reduce.w);
   add_shape(shapes_, weights.fuse.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
          {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.router, &layer.shared_gate,
           &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
-          &layer.mix_gate_up, &layer.mix_out})
+          &layer.mix_gate_up, &layer.mix_out, &layer.laurel_down, &layer.laurel_up})
       add_shape(shapes_, linear->w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
@@ -336,11 +338,14 @@ void StepThread::run() noexcept {
     embed();
   else
     take_residual();
+  if (spec_.streams > 1) open_streams();
   for (size_t i = 0; i < spec_.layers.size(); ++i) {
+    if (spec_.streams > 1) predict_streams(i);
     layer(i);
     finish_layer(i);
     give_features(static_cast<int>(i) + 1);
   }
+  if (spec_.streams > 1) close_streams();
   if (!spec_.is_last_stage()) return pass_residual();
   give_features(-1);
   if (!step_.wanted.empty() || !step_.hidden_wanted.empty()) head();
@@ -489,8 +494,9 @@ void StepThread::embed_for_layers(const LayerInputsSpec& spec) noexcept {
 void StepThread::finish_layer(size_t index) noexcept {
   const LayerSpec& spec = spec_.layers[index];
   const LayerWeights& weights = weights_.layers[index];
-  if (!spec.input_gate && !spec.scaled) return;
+  if (!spec.input_gate && !spec.scaled && !spec.streams) return;
   advance(Norm{}, false);
+  if (spec.streams) correct_streams(index);
   if (spec.input_gate) {
     const int64_t features = spec.input_gate->mlp.features, stride = padded_stride(forward_.widths_.layer_inputs);
     float* gate = shared_.gate.get();
@@ -515,13 +521,61 @@ void StepThread::finish_layer(size_t index) noexcept {
     for (int64_t t = mine_.begin; t < mine_.end; ++t) {
       float* row = own_.row.get();
       norm(weights.input_norm, out + t * hidden_stride_, spec_.hidden, row);
-      add(residual_ + t * hidden_stride_, row, 1.0f, spec_.hidden);
+      if (spec.streams)
+        for (int which = 1; which < spec_.streams; ++which) add(stream_of(t, which), row, 1.0f, spec_.hidden);
+      else
+        add(residual_ + t * hidden_stride_, row, 1.0f, spec_.hidden);
     }
   }
   if (spec.scaled)
     for (int64_t t = mine_.begin; t < mine_.end; ++t)
       scale(residual_ + t * hidden_stride_, *weights.layer_scale, spec_.hidden);
   mark(Work::norm);
+}
+
+void StepThread::put_sums(const float* x, int64_t count, double share, float* out) noexcept {
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    sum += static_cast<double>(x[i]);
+    squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  }
+  out[0] = static_cast<float>(sum * share);
+  out[1] = static_cast<float>(squares * share);
+  out[2] = static_cast<float>(static_cast<double>(count) * share);
+}
+
+void StepThread::norm_of_ranks(const Norm& n, int64_t place, const float* x, int64_t count, float* out) const noexcept {
+  double sum = 0, squares = 0, total = 0;
+  for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
+    const float* from = forward_.ranks_->slot(rank, pending_turn_) + place * kSums;
+    sum += static_cast<double>(from[0]);
+    squares += static_cast<double>(from[1]);
+    total += static_cast<double>(from[2]);
+  }
+  const double mean = n.kind == NormKind::layer ? sum / total : 0.0;
+  const double factor = 1.0 / std::sqrt(squares / total - mean * mean + static_cast<double>(n.eps));
+  for (int64_t i = 0; i < count; ++i) {
+    const auto normed = static_cast<float>((static_cast<double>(x[i]) - mean) * factor);
+    out[i] = normed * (n.weight == nullptr ? 1.0f : n.weight[i]) + (n.bias == nullptr ? 0.0f : n.bias[i]);
+  }
+}
+
+const float* StepThread::norm_rows(const Norm& n, float* x, int64_t stride, int64_t count) noexcept {
+  float* out = small_ ? own_.normed.get() : x;
+  if (forward_.ranks_ != nullptr) {
+    float* sums = forward_.ranks_->slot(spec_.rank, turn_);
+    const Range part = part_of(tokens_, thread_, threads_);
+    for (int64_t t = part.begin; t < part.end; ++t) put_sums(x + t * stride, count, 1.0, sums + t * kSums);
+    exchange(Work::norm, {kSums * tokens_, 0});
+  }
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    if (forward_.ranks_ != nullptr)
+      norm_of_ranks(n, t, x + t * stride, count, out + t * stride);
+    else
+      norm(n, x + t * stride, count, out + t * stride);
+  }
+  mark(Work::norm);
+  return out;
 }
 
 // Ranks that were asked for different things would wait for each other in vain, or compute nonsense.
@@ -548,16 +602,27 @@ void StepThread::layer(size_t index) noexcept {
   }
   if (spec.attention || spec.is_recurrent()) {
     advance(weights.attn_norm, spec.residual_from_norm);
+    const int64_t laurel_stride = padded_stride(forward_.widths_.laurel);
+    if (spec.laurel) {
+      const Input& in = input(weights.laurel_down.w.shape(), x_, hidden_stride_, tokens_);
+      multiply_into(weights.laurel_down, in, shared_.laurel.get(), laurel_stride);
+    }
     const int deltas = mix(index);
+    if (spec.laurel) {
+      fresh();
+      const Input& in = input(weights.laurel_up.w.shape(), shared_.laurel.get(), laurel_stride, tokens_);
+      multiply_into(weights.laurel_up, in, shared_.side.get(), hidden_stride_);
+    }
     exchange(Work::out, {deltas * tokens_ * hidden_stride_, 0});
     pend(deltas, weights.attn_post_norm, scale);
+    if (spec.laurel) add_laurel(spec, weights);
   }
   if (!spec.has_mlp()) return;
   advance(weights.mlp_norm, spec.residual_from_norm);
   if (spec.moe)
     experts(index, delta(0));
   else
-    mlp(weights.mlp, delta(0), false);
+    mlp(weights.mlp, 0, false);
   if (spec.moe && spec.moe->post_norm) {
     exchange(Work::down, {2 * tokens_ * hidden_stride_, 0});
     add_normed(weights, scale);

@@ -15,6 +15,7 @@ void StepThread::gate_up(const MlpWeights& mlp, const Input* input, int64_t toke
                          const float* scales) noexcept {
   multiply_into(mlp.gate, *input, gate, features_stride_);
   if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);
+  if (mlp.cutoff) cut_gates(mlp, gate);
   if (!small_) return;
   mark(Work::gate_up);
   const Range own = rows_of(mlp.gate.w.shape());
@@ -39,11 +40,50 @@ void StepThread::activate_row(const MlpWeights& mlp, float* gate, float* up, int
     scale(at, scales[t], count);
     if (other != nullptr) scale(other, scales[t], count);
   }
-  activate(mlp.activation, at, other, count, at);
+  if (mlp.values != nullptr)
+    xielu(XieluValues{mlp.values[0], mlp.values[1], mlp.values[2], mlp.values[3]}, at, count);
+  else
+    activate(mlp.activation, at, other, count, at);
+}
+
+float StepThread::cutoff_of_ranks(const MlpWeights& mlp, int64_t t) const noexcept {
+  double sum = 0, squares = 0, total = 0;
+  for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
+    const float* from = forward_.ranks_->slot(rank, pending_turn_) + t * kSums;
+    sum += static_cast<double>(from[0]);
+    squares += static_cast<double>(from[1]);
+    total += static_cast<double>(from[2]);
+  }
+  const double mean = sum / total, variance = std::max(squares / total - mean * mean, 0.0);
+  return static_cast<float>(mean + static_cast<double>(*mlp.cutoff) * std::sqrt(variance));
+}
+
+void StepThread::cut_gates(const MlpWeights& mlp, float* gate) noexcept {
+  const int64_t count = mlp.gate.w.shape().rows;
+  const Range part = part_of(tokens_, thread_, threads_);
+  barrier(Work::gate_up);
+  if (forward_.ranks_ != nullptr) {
+    float* sums = forward_.ranks_->slot(spec_.rank, turn_);
+    for (int64_t t = part.begin; t < part.end; ++t) put_sums(gate + t * features_stride_, count, 1.0, sums + t * kSums);
+    exchange(Work::activate, {kSums * tokens_, 0});
+  } else {
+    for (int64_t t = part.begin; t < part.end; ++t) {
+      float mean, squares;
+      moments(gate + t * features_stride_, count, &mean, &squares);
+      shared_.cutoffs.get()[t] = mean + *mlp.cutoff * std::sqrt(squares / static_cast<float>(count));
+    }
+    barrier(Work::activate);
+  }
+  const Range tokens = small_ ? Range{0, tokens_} : part;
+  const Range own = small_ ? rows_of(mlp.gate.w.shape()) : Range{0, count};
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    const float cutoff = forward_.ranks_ == nullptr ? shared_.cutoffs.get()[t] : cutoff_of_ranks(mlp, t);
+    cut(gate + t * features_stride_ + own.begin, cutoff, own.end - own.begin);
+  }
 }
 
 // `features_ready`: the caller has called gate_up() and the activation, and then a barrier.
-void StepThread::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept {
+void StepThread::mlp(const MlpWeights& mlp, int which, bool features_ready) noexcept {
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
   if (!features_ready) {
@@ -52,9 +92,11 @@ void StepThread::mlp(const MlpWeights& mlp, float* delta, bool features_ready) n
     barrier(Work::gate_up);
     if (!small_) activate_own(mlp, tokens_, gate, up);
   }
+  const float* features = gate;
+  if (mlp.norm.kind != NormKind::none) features = norm_rows(mlp.norm, gate, features_stride_, mlp.gate.w.shape().rows);
   fresh();
-  const Input& in = input(mlp.down.w.shape(), gate, features_stride_, tokens_);
-  multiply_into(mlp.down, in, delta, hidden_stride_);
+  const Input& in = input(mlp.down.w.shape(), features, features_stride_, tokens_);
+  multiply_into(mlp.down, in, delta(which), hidden_stride_);
 }
 
 // --- experts

@@ -47,6 +47,25 @@ class StepThread {
   // The same for all of this thread's tokens; the norms go to x.
   void advance(const Norm& norm, bool residual_from_norm) noexcept;
 
+  // --- streams.cpp: see Streams and Laurel in spec/decoder.py
+  static constexpr int kMostStreams = 16;
+  void open_streams() noexcept;
+  void predict_streams(size_t index) noexcept;
+  void correct_streams(size_t index) noexcept;
+  void close_streams() noexcept;
+  // What the router says of a token's residual.
+  void route_streams(size_t index, const float* residual, float* out) noexcept;
+  float* stream_of(int64_t t, int64_t which) const noexcept;
+  void add_laurel(const LayerSpec& spec, const LayerWeights& weights) noexcept;
+
+  // Norms of values that ranks divide: each rank's sum, sum of squares and number of them are in its slot.
+  static constexpr int64_t kSums = 4;  // floats; the last one is not used
+  static void put_sums(const float* x, int64_t count, double share, float* out) noexcept;
+  void norm_of_ranks(const Norm& norm, int64_t place, const float* x, int64_t count, float* out) const noexcept;
+  // Rows of `count` values that all threads have made, each normed, with those of other ranks; in small steps every
+  // thread has a copy of its own. Nothing else may be in this rank's slot.
+  const float* norm_rows(const Norm& norm, float* x, int64_t stride, int64_t count) noexcept;
+
   // --- attention_layer.cpp
   void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void attention(size_t index) noexcept;
@@ -93,7 +112,10 @@ class StepThread {
                     const float* scales = nullptr) noexcept;
   void activate_row(const MlpWeights& mlp, float* gate, float* up, int64_t t, Range part,
                     const float* scales) const noexcept;
-  void mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept;
+  void mlp(const MlpWeights& mlp, int which, bool features_ready) noexcept;
+  // Leaves of the gates what is above their mean by the cutoff's number of standard deviations.
+  void cut_gates(const MlpWeights& mlp, float* gate) noexcept;
+  float cutoff_of_ranks(const MlpWeights& mlp, int64_t t) const noexcept;
   void experts(size_t index, float* delta) noexcept;
   void experts_small(size_t index, float* delta) noexcept;
   void experts_large(size_t index, float* delta) noexcept;

@@ -183,7 +183,56 @@ void activate_row(Activation kind, const float* gate, const float* up, int64_t n
       });
       return;
     }
+    case Activation::xielu:  // has a function of its own
+      return;
   }
+}
+
+// exp(x) - 1 loses what a small x says: there it is x + x^2 / 2 + ..., to the term that float still has.
+Vec exp_minus_one(Vec x) {
+  Vec series = broadcast(1.0f / 120);
+  for (const float factor : {1.0f / 24, 1.0f / 6, 0.5f, 1.0f}) series = fma(series, x, broadcast(factor));
+  return select(less(x, broadcast(-0.1f)), sub(exp(x), broadcast(1.0f)), mul(series, x));
+}
+
+void xielu_row(float positive, float negative, float beta, float eps, float* x, int64_t n) {
+  const Vec rising = broadcast(positive), falling = broadcast(negative), line = broadcast(beta);
+  each(n, broadcast(0.0f), [=](int64_t i, auto get, auto put) {
+    const Vec v = get(x + i);
+    const Vec above = mul(mul(rising, v), v);
+    const Vec below = mul(falling, sub(exp_minus_one(min(broadcast(eps), v)), v));
+    put(x + i, fma(line, v, select(less(broadcast(0.0f), v), above, below)));
+  });
+}
+
+void cut_row(float* x, float cutoff, int64_t n) {
+  const Vec from = broadcast(cutoff);
+  each(n, broadcast(0.0f),
+       [=](int64_t i, auto get, auto put) { put(x + i, max(broadcast(0.0f), sub(get(x + i), from))); });
+}
+
+void moments_of(const float* x, int64_t n, float* mean, float* squares) {
+  *mean = sum_of(x, n, broadcast(0.0f), [](Vec v) { return v; }) / static_cast<float>(n);
+  const Vec center = broadcast(*mean);
+  *squares = sum_of(x, n, center, [=](Vec v) {
+    const Vec d = sub(v, center);
+    return mul(d, d);
+  });
+}
+
+float dot_of(const float* x, const float* y, int64_t n) {
+  Vec a = broadcast(0.0f), b = a;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    a = fma(load(x + i), load(y + i), a);
+    b = fma(load(x + i + kLanes), load(y + i + kLanes), b);
+  }
+  const Vec none = broadcast(0.0f);
+  for (; i < n; i += kLanes) {
+    const int64_t rest = n - i < kLanes ? n - i : kLanes;
+    a = fma(load_n(x + i, rest, none), load_n(y + i, rest, none), a);
+  }
+  return sum(add(a, b));
 }
 
 void scale_row(float* x, float factor, int64_t n) {
@@ -267,9 +316,21 @@ int64_t argmax_row(const float* x, int64_t n) {
   return begin;
 }
 
-constexpr OpKernels kKernels{
-    norm_rows, add_norm_rows,           rope_rows,   activate_row, scale_row, add_row, softcap_row,
-    clamp_row, multiply_by_sigmoid_row, softmax_row, argmax_row};
+constexpr OpKernels kKernels{norm_rows,
+                             add_norm_rows,
+                             rope_rows,
+                             activate_row,
+                             xielu_row,
+                             cut_row,
+                             moments_of,
+                             dot_of,
+                             scale_row,
+                             add_row,
+                             softcap_row,
+                             clamp_row,
+                             multiply_by_sigmoid_row,
+                             softmax_row,
+                             argmax_row};
 
 }  // namespace
 }  // namespace anyaccel::llm

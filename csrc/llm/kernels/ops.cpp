@@ -50,6 +50,22 @@ void activate(Activation kind, const float* gate, const float* up, int64_t n, fl
   kernels().activate(kind, gate, up, n, out);
 }
 
+namespace {
+
+// As torch's: above 20 it is the value itself.
+float softplus(float x) noexcept { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+}  // namespace
+
+void xielu(const XieluValues& values, float* x, int64_t n) noexcept {
+  kernels().xielu(softplus(values.alpha_p), values.beta + softplus(values.alpha_n), values.beta, values.eps, x, n);
+}
+void cut(float* x, float cutoff, int64_t n) noexcept { kernels().cut(x, cutoff, n); }
+void moments(const float* x, int64_t n, float* mean, float* squares) noexcept {
+  kernels().moments(x, n, mean, squares);
+}
+
+float dot(const float* x, const float* y, int64_t n) noexcept { return kernels().dot(x, y, n); }
 void scale(float* x, float factor, int64_t n) noexcept { kernels().scale(x, factor, n); }
 void add(float* x, const float* y, float factor, int64_t n) noexcept { kernels().add(x, y, factor, n); }
 void softcap(float* x, float cap, int64_t n) noexcept { kernels().softcap(x, cap, n); }

@@ -35,10 +35,25 @@ enum class Activation : uint8_t {
   relu,
   relu2,       // relu squared
   swiglu_oai,  // GPT-OSS: gate = min(gate, 7), up = clamp(up, -7, 7): (up + 1) * gate * sigmoid(1.702 gate)
+  xielu,       // Apertus: has learned values, see xielu() below
 };
 // out = activation(gate) * up, or activation(gate) when `up` is null. `out` may be `gate` or `up`.
+// Not xielu.
 void activate(Activation kind, const float* gate, const float* up, int64_t n, float* out) noexcept;
 
+// Learned of each layer: softplus of the first two are factors of the halves of the curve (Huang, "Deriving Activation
+// Functions Using Integration", 2024).
+struct XieluValues {
+  float alpha_p, alpha_n, beta, eps;
+};
+// x > 0: softplus(alpha_p) x^2 + beta x; else (beta + softplus(alpha_n)) (exp(min(x, eps)) - 1 - x) + beta x. In place.
+void xielu(const XieluValues& values, float* x, int64_t n) noexcept;
+// x = max(0, x - cutoff).
+void cut(float* x, float cutoff, int64_t n) noexcept;
+// The mean, and the sum of squares of the differences from it.
+void moments(const float* x, int64_t n, float* mean, float* squares) noexcept;
+
+float dot(const float* x, const float* y, int64_t n) noexcept;
 void scale(float* x, float factor, int64_t n) noexcept;
 void add(float* x, const float* y, float factor, int64_t n) noexcept;       // x += factor * y
 void softcap(float* x, float cap, int64_t n) noexcept;                      // cap * tanh(x / cap)

@@ -308,7 +308,7 @@ def told_by_the_reader(model_type: str, values: dict[str, Any]) -> None:
 
 def least(model_type: str) -> dict[str, Any]:
     layers = FAMILIES[model_type].aliases.get("num_hidden_layers", "num_hidden_layers")
-    return {"num_experts_per_tok": 2, "num_local_experts": 4, layers: 2}
+    return {"num_experts_per_tok": 2, "num_local_experts": 4, "num_kv_shared_layers": 0, layers: 2}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -41,6 +41,8 @@ STRUCTS = {
     decoder.Distances: ("DistancesSpec", "read_distances"),
     decoder.HiddenInputs: ("HiddenInputsSpec", "read_hidden_inputs"),
     decoder.InputGate: ("InputGateSpec", "read_input_gate"),
+    decoder.Laurel: ("LaurelSpec", "read_laurel"),
+    decoder.Streams: ("StreamsSpec", "read_streams"),
     decoder.Layer: ("LayerSpec", "read_layer"),
     decoder.DecoderSpec: ("DecoderSpec", "read_spec"),
 }
@@ -65,7 +67,8 @@ def check_field(cls: type, field: dataclasses.Field[Any], hint: Any, kind: str, 
     required = field.default is dataclasses.MISSING
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is types.UnionType:
-        assert kind == f"std::optional<{STRUCTS[inner[0]][0]}>", where
+        accepted = NUMBERS[inner[0]] if inner[0] in NUMBERS else (STRUCTS[inner[0]][0],)
+        assert kind in {f"std::optional<{each}>" for each in accepted}, where
         assert required or field.default is None, where
     elif typing.get_origin(hint) is tuple:
         accepted = NUMBERS[inner[0]] if inner[0] in NUMBERS else (STRUCTS[inner[0]][0],)
@@ -155,8 +158,9 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
         decoder.Layer(None, mlp, recurrent=decoder.ShortConv(16, 3)),
         decoder.Layer(None, mlp, recurrent=decoder.SelectiveScan(16, 4, 3, 5, norm=norm)),
         decoder.Layer(attention, None, recurrent=decoder.LinearAttention(4, 2, 8, 8, norm=norm)),
+        decoder.Layer(attention, mlp, laurel=decoder.Laurel(4, norm, 0.5), streams=decoder.Streams(3, norm)),
     )
-    spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm)
+    spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm, streams=3)
     assert spec_from_dict(dataclasses.asdict(spec)) == spec
 
 

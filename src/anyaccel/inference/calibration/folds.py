@@ -77,7 +77,11 @@ def _of_layer(spec: DecoderSpec, number: int, parts: Any) -> Iterator[Fold]:
         if _divisible(layer.attn_norm) and qkv:
             yield from _of_norm(parts(f"{at}attn_norm.weight"), qkv)
         others = (each.attention for each in spec.layers if each.attention is not None)
-        alone = attention.value_norm is None and not any(each.kv_layer == number for each in others)
+        alone = (
+            attention.value_norm is None
+            and attention.out_norm is None
+            and not any(each.kv_layer == number for each in others)
+        )
         if len(qkv) == 3 and alone and not (attention.qkv_bias or attention.clip):
             out = parts(f"{at}o")
             if len(out) == 1:
@@ -89,7 +93,8 @@ def _of_layer(spec: DecoderSpec, number: int, parts: Any) -> Iterator[Fold]:
     if _divisible(layer.mlp_norm) and up:
         yield from _of_norm(parts(f"{at}mlp_norm.weight"), up)
     down = parts(f"{at}mlp.down")
-    if mlp.gated and not mlp.bias and mlp.activation != "swiglu_oai" and len(up) == 2 and len(down) == 1:
+    by_rows = mlp.norm is None and mlp.activation != "swiglu_oai"
+    if mlp.gated and not mlp.bias and by_rows and len(up) == 2 and len(down) == 1:
         yield Fold((down[0].tensor,), rows=up[1].tensor)
 
 

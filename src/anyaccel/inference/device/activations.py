@@ -28,8 +28,16 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def xielu(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Apertus' activation, with a layer's learned values: alpha_p, alpha_n, beta, eps."""
+    alpha_p, alpha_n, beta, eps = values.to(x.dtype)
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + F.softplus(alpha_n))
+    y: torch.Tensor = torch.where(x > 0, F.softplus(alpha_p) * x * x, below) + beta * x
+    return y
+
+
 def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
-    """The features, of rows of gates and ups."""
+    """The features of a simple MLP, of rows of gates and ups."""
     if not mlp.gated:
         return _ACTIVATIONS[mlp.activation](gate_up)
     kernels = kernels_of(gate_up.device)

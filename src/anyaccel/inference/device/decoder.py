@@ -14,8 +14,9 @@ from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
 from anyaccel.inference.device.pages import KvPages
-from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, rows_of
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, normed_of_ranks, rows_of
 from anyaccel.inference.device.rotary import Angles, has_complex, turn
+from anyaccel.inference.device.streams import LowRank, StreamsOfLayer, StreamsOfModel
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
 
@@ -45,7 +46,8 @@ class Heads:
         counts = [a.heads * a.head_dim, self.kv_heads * a.head_dim, self.kv_heads * a.value_dim]
         if self.qk.across:
             q, k, v = torch.split(qkv, counts, 1)
-            return torch.cat([self._across(self.q, q, 1), self._across(self.k, k, a.kv_copies), v], 1)
+            q, k = normed_of_ranks(self.q, q, self.ranks), normed_of_ranks(self.k, k, self.ranks, a.kv_copies)
+            return torch.cat([q, k, v], 1)
         qk_NHD = qkv[:, : counts[0] + counts[1]].view(len(qkv), -1, a.head_dim)
         plain = self.q.plain(qk_NHD)
         if self.weight is None:
@@ -55,18 +57,6 @@ class Heads:
         else:
             torch.addcmul(self.bias, plain, self.weight, out=qk_NHD)
         return qkv
-
-    def _across(self, norm: Normed, x: torch.Tensor, copies: int) -> torch.Tensor:
-        """One norm over all heads, those of other ranks included; `copies` ranks have the same ones."""
-        if self.ranks is None:
-            return norm(x)
-        own = x.float()
-        sums = torch.stack([own.sum(-1), own.square().sum(-1), torch.full_like(own[:, 0], x.shape[-1])])
-        total, squares, count = self.ranks.add(sums / copies)[..., None]
-        mean = total / count if norm.norm.kind == "layer" else torch.zeros_like(total)
-        y = ((own - mean) * torch.rsqrt(squares / count - mean.square() + norm.norm.eps)).to(x.dtype)
-        y = y if norm.weight is None else y * norm.weight
-        return y if norm.bias is None else y + norm.bias
 
 
 class LayerRun:
@@ -101,9 +91,11 @@ class LayerRun:
         self.value_norm = normed(a.value_norm, weights, f"{at}.v_norm")
         self.sinks = weights[f"{at}.sinks"] if a.sinks else None
         self.o = Linear(weights, f"{at}.o")
+        self.out_norm = normed(a.out_norm, weights, f"{at}.out_norm")
+        self.laurel = None if layer.laurel is None else LowRank(layer.laurel, weights, at)
         mlp = layer.features
         self.mlp: Dense | Experts = (
-            Experts(mlp, weights, at) if isinstance(mlp, Moe) else Dense(mlp, weights, f"{at}.mlp")
+            Experts(mlp, weights, at) if isinstance(mlp, Moe) else Dense(mlp, weights, f"{at}.mlp", ranks)
         )
 
     def run(self, h: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
@@ -118,7 +110,10 @@ class LayerRun:
                 return torch.add(h, ranks.add(self.o(seen) + self.mlp(before_mlp)), alpha=scale)
             return self.mlp.added(self.o.added(h, seen, scale, None), before_mlp, scale, None)
         residual = x if layer.residual_from_norm else h
-        if self.mlp_norm is not None and (ranks is not None or self.attn_post_norm is not None):
+        if self.laurel is not None:
+            h = self.laurel.joined(h, x, _of_ranks(self.o, seen, self.attn_post_norm, ranks))
+            x = h if self.mlp_norm is None else self.mlp_norm(h)
+        elif self.mlp_norm is not None and (ranks is not None or self.attn_post_norm is not None):
             h, x = self.mlp_norm.of_sum(residual, _of_ranks(self.o, seen, self.attn_post_norm, ranks), scale)
         else:
             h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
@@ -146,7 +141,9 @@ class LayerRun:
             return self._seen(*self._latent(a.mla, x, batch), batch, cache)
         qkv = self.qkv(x)
         seen = self._seen(*self._heads_of(qkv[:, : self.qkv_rows], batch), batch, cache)
-        return seen * torch.sigmoid(qkv[:, self.qkv_rows :]) if a.gated else seen
+        if a.gated:
+            seen = seen * torch.sigmoid(qkv[:, self.qkv_rows :])
+        return seen if self.out_norm is None else normed_of_ranks(self.out_norm, seen, self.ranks)
 
     def _seen(self, q_NHD: torch.Tensor, row: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         a = self.a
@@ -230,13 +227,27 @@ class LayerEnd:
             self.gate, self.down = Linear(weights, f"{at}.input_gate"), Linear(weights, f"{at}.input_down")
             self.norm = Normed(own.norm, weights, f"{at}.input_norm")
         self.scale = weights[f"{at}.layer_scale"] if layer.scaled else None
+        self.streams = None if layer.streams is None else StreamsOfLayer(layer.streams, weights, at)
 
     def run(self, h: torch.Tensor, inputs_NLF: torch.Tensor | None) -> torch.Tensor:
         if self.own is not None:
-            assert inputs_NLF is not None
-            both = torch.cat([self.gate(h), inputs_NLF[:, self.index]], 1)
-            h = h + self.norm(self.down(activated(self.own.mlp, both)))
+            h = h + self._gated(h, inputs_NLF)
         return h if self.scale is None else h * self.scale
+
+    def _gated(self, h: torch.Tensor, inputs_NLF: torch.Tensor | None) -> torch.Tensor:
+        assert inputs_NLF is not None and self.own is not None
+        both = torch.cat([self.gate(h), inputs_NLF[:, self.index]], 1)
+        return self.norm(self.down(activated(self.own.mlp, both)))
+
+    def run_streams(
+        self, streams: StreamsOfLayer, h_NSD: torch.Tensor, made: torch.Tensor, inputs_NLF: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The streams behind a layer, which has made `made` of the first one."""
+        h_NSD = streams.corrected(h_NSD, made)
+        if self.own is not None:
+            y = self._gated(streams.read(h_NSD), inputs_NLF)
+            h_NSD = torch.cat([h_NSD[:, :1], h_NSD[:, 1:] + y[:, None]], 1)
+        return h_NSD if self.scale is None else h_NSD * self.scale
 
 
 class Decoder:
@@ -263,11 +274,12 @@ class Decoder:
             self.layer_embed = weights.matrix("layer_embed")
             self.layer_projection = Linear(weights, "layer_projection")
             self.layer_projection_norm = Normed(spec.layer_inputs.norm, weights, "layer_projection_norm")
+        self.streams = StreamsOfModel(spec.streams, weights) if spec.streams > 1 else None
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
         self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The residual of every token behind the last layer."""
+        """The residual of every token behind the last layer, or the streams that `hidden` makes it of."""
         h = self._embedded(batch.tokens)
         if self.spec.embedding_scale != 1.0:
             h = h * self.spec.embedding_scale
@@ -277,8 +289,15 @@ class Decoder:
         if self.embed_norm is not None:
             h = self.embed_norm(h)
         inputs_NLF = self._layer_inputs(batch.tokens, h)
+        if self.streams is not None:
+            h = self.streams.opened(h)
         for layer, end, place in zip(self.layers, self.ends, self.places, strict=True):
-            h = end.run(layer.run(h, batch, self.cache.layers[place]), inputs_NLF)
+            cache = self.cache.layers[place]
+            if end.streams is None:
+                h = end.run(layer.run(h, batch, cache), inputs_NLF)
+            else:
+                h = end.streams.predicted(h)
+                h = end.run_streams(end.streams, h, layer.run(h[:, 0], batch, cache), inputs_NLF)
         return h
 
     def _layer_inputs(self, tokens: torch.Tensor, h: torch.Tensor) -> torch.Tensor | None:
@@ -301,6 +320,8 @@ class Decoder:
 
     def hidden(self, h: torch.Tensor) -> torch.Tensor:
         """What the head gets, of residuals."""
+        if self.streams is not None:
+            h = self.streams.closed(h)
         return h if self.final_norm is None else self.final_norm(h)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,10 @@ def layer_layout(layer: Layer, formats: Mapping[str, str]) -> LayerLayout:
     first, second = layer.attn_norm, layer.mlp_norm
     folded = first is not None and second is not None and (first.kind, first.eps) == (second.kind, second.eps)
     joint = layer.parallel and {"qkv", "mlp.gate_up"} <= floats and formats["qkv"] == formats["mlp.gate_up"]
-    joint = joint and (folded or second is None)
-    return LayerLayout(joint, joint and folded, layer.mlp.out_bias and {"mlp.gate_up", "mlp.down"} <= floats)
+    simple = layer.mlp.simple
+    joint = joint and (folded or second is None) and simple and layer.softmax.out_norm is None
+    constant = layer.mlp.out_bias and {"mlp.gate_up", "mlp.down"} <= floats and simple
+    return LayerLayout(joint, joint and folded, constant)
 
 
 def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:

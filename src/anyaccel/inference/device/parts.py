@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from anyaccel.inference.device.activations import activated
+from anyaccel.inference.device.activations import activated, xielu
 from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.weights import DeviceWeights
@@ -107,20 +107,63 @@ def normed(norm: Norm | None, weights: DeviceWeights, name: str) -> Normed | Non
     return None if norm is None else Normed(norm, weights, name)
 
 
+def sums_of(x: torch.Tensor, ranks: Ranks, copies: int = 1) -> torch.Tensor:
+    """[3, rows, 1]: mean, mean of squares and number of the values of rows that ranks divide, in float32.
+
+    Args:
+        copies: ranks that have the same ones.
+    """
+    own = x.float()
+    sums = torch.stack([own.sum(-1), own.square().sum(-1), torch.full_like(own[:, 0], x.shape[-1])])
+    added = ranks.add(sums / copies)[..., None]
+    return torch.cat([added[:2] / added[2], added[2:]])
+
+
+def normed_of_ranks(norm: Normed, x: torch.Tensor, ranks: Ranks | None, copies: int = 1) -> torch.Tensor:
+    """One norm over rows that ranks divide; `copies` ranks have the same part of it."""
+    if ranks is None:
+        return norm(x)
+    mean, squares, _ = sums_of(x, ranks, copies)
+    if norm.norm.kind == "rms":
+        mean = torch.zeros_like(mean)
+    y: torch.Tensor = ((x.float() - mean) * torch.rsqrt(squares - mean.square() + norm.norm.eps)).to(x.dtype)
+    y = y if norm.weight is None else y * norm.weight
+    return y if norm.bias is None else y + norm.bias
+
+
 class Dense:
     """An MLP that every token goes through."""
 
-    def __init__(self, mlp: Mlp, weights: DeviceWeights, name: str) -> None:
-        self.mlp = mlp
+    def __init__(self, mlp: Mlp, weights: DeviceWeights, name: str, ranks: Ranks | None = None) -> None:
+        self.mlp, self.ranks = mlp, ranks
         self.gate_up = Linear(weights, f"{name}.gate_up")
         self.down = Linear(weights, f"{name}.down")
+        self.values = weights[f"{name}.act"] if mlp.activation == "xielu" else None
+        self.norm = normed(mlp.norm, weights, f"{name}.norm")
+
+    def _features(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.gate_up(x)
+        if self.mlp.cutoff is not None:
+            y = self._cut(y, self.mlp.cutoff)
+        y = activated(self.mlp, y) if self.values is None else xielu(y, self.values)
+        return y if self.norm is None else normed_of_ranks(self.norm, y, self.ranks)
+
+    def _cut(self, gate_up: torch.Tensor, cutoff: float) -> torch.Tensor:
+        """With gates of which is left what is so many standard deviations above their mean."""
+        gate, up = gate_up.chunk(2, -1)
+        if self.ranks is None:
+            deviation, mean = torch.std_mean(gate.float(), -1, correction=0, keepdim=True)
+        else:
+            mean, squares, _ = sums_of(gate, self.ranks)
+            deviation = (squares - mean.square()).clamp(min=0).sqrt()
+        return torch.cat([F.relu(gate - (mean + cutoff * deviation)).to(up.dtype), up], -1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A rank's part of the result."""
-        return self.down(activated(self.mlp, self.gate_up(x)))
+        return self.down(self._features(x))
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
-        return self.down.added(h, activated(self.mlp, self.gate_up(x)), factor, ranks)
+        return self.down.added(h, self._features(x), factor, ranks)
 
 
 def rows_of(matrix: torch.Tensor | Quantised, numbers: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def gemma3(config: Config, either_way: bool = False) -> DecoderSpec:
     return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0), either_way)
 
 
-def _sharing(config: Config, kinds: list[str]) -> list[int]:
+def sharing(config: Config, kinds: list[str]) -> list[int]:
     """Of each layer the one whose keys and values it sees, the last of its kind before those that share; or -1."""
     shared = config.integer_or("num_kv_shared_layers", 0, minimum=0)
     first = config.layers - shared
@@ -146,7 +146,7 @@ def gemma4(config: Config) -> DecoderSpec:
         raise Unsupported("use_bidirectional_attention='all'")
     kinds = config.layer_types(lambda index: (index + 1) % 6 != 0)
     kinds[-1] = "full_attention"
-    sources = _sharing(config, kinds)
+    sources = sharing(config, kinds)
     norm = rms(config)
     features = config.integer_or("hidden_size_per_layer_input", 0, minimum=0)
     gate = InputGate(Mlp(features, config.activation("hidden_activation"), gated=True), norm) if features else None

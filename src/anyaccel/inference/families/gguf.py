@@ -23,6 +23,7 @@ class Metadata(Fields):
         path = source.files[0].path
         self.source = source
         self.used: set[str] = set()  # tensors that are read into the config
+        self.vectors: dict[str, list[float]] = {}  # tensors of Hugging Face whose values are metadata here
         self.architecture = Fields(source.metadata, f"{path}: ").text("general.architecture")
         super().__init__(source.metadata, f"{path}: {one_line(self.architecture)}.")
         self.path = path

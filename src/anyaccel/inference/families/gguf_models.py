@@ -7,6 +7,7 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. Each is an entry o
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,21 +44,32 @@ class GgufTensors:
     Args:
         names: of the tensors that the file has.
         config: the file's names of tensors that the config is made of.
+        vectors: tensors whose values are not among the file's tensors.
     """
 
-    def __init__(self, file: GgufSource, names: Mapping[str, Name], config: Collection[str]) -> None:
+    def __init__(
+        self,
+        file: GgufSource,
+        names: Mapping[str, Name],
+        config: Collection[str],
+        vectors: Mapping[str, Sequence[float]],
+    ) -> None:
         self._file = file
         self._names = names
         self._config = frozenset(config)
+        self._vectors = {name: (ctypes.c_float * len(each))(*each) for name, each in vectors.items()}
         self._made: dict[str, Any] = {}  # values that are not in the file as they are needed
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._names or name in self._vectors
 
     def names(self) -> Iterator[str]:
-        return iter(self._names)
+        return itertools.chain(self._names, self._vectors)
 
     def tensor(self, name: str) -> Tensor:
+        if name in self._vectors:
+            values = self._vectors[name]
+            return TensorView(f"{name} in the metadata", "f32", (len(values),), (4,), ctypes.addressof(values))
         if name not in self._names:
             raise ModelError(f"the file has no tensor for {name!r}")
         stored, changes, entry = self._names[name]
@@ -86,6 +98,8 @@ class GgufTensors:
 
     def stored(self, name: str) -> tuple[str, Sequence[int] | None] | None:
         """The file's own name of a matrix and the stored row of each row; None when it is not one of its own there."""
+        if name in self._vectors:
+            return None
         stored, changes, entry = self._names[name]
         alone = sum(each[0] == stored for each in self._names.values()) == 1
         plain = entry is None and not changes.keys() - {"order"}
@@ -100,7 +114,8 @@ class GgufTensors:
         Raises:
             ModelError: it does.
         """
-        check_all_used(self._file, self._config | {self._names[name][0] for name in used})
+        read = {self._names[name][0] for name in used if name not in self._vectors}
+        check_all_used(self._file, self._config | read)
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -118,7 +133,7 @@ def open_gguf(path: Path) -> GgufModel:
     if architecture.variant is not None:
         architecture = architecture.variant(values)
     config = _config(values, architecture)
-    tensors = GgufTensors(source, _names(values, architecture), values.used)
+    tensors = GgufTensors(source, _names(values, architecture), values.used, values.vectors)
     return GgufModel(config, _generation(values), tensors)
 
 

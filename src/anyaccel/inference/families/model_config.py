@@ -26,6 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "quick_gelu": "gelu_quick",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 # Far more than any model has: a damaged config must not ask for lists that fill the memory.
 MOST_LAYERS = 512

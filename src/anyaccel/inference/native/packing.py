@@ -271,8 +271,8 @@ class Plan:
             tensor = entry_of(tensor, part.index)
         if not vector and len(tensor.shape) == 1 and isinstance(tensor, TensorView):  # one row
             tensor = replace(tensor, shape=(1, *tensor.shape), strides=(0, *tensor.strides))
-        if vector and len(tensor.shape) > 1 and isinstance(tensor, TensorView):  # Cohere's norms: [heads, head_dim]
-            tensor = _flattened(tensor)
+        if vector and len(tensor.shape) != 1 and isinstance(tensor, TensorView):
+            tensor = _flattened(tensor)  # Cohere's norms are [heads, head_dim], Apertus has single values
         if len(tensor.shape) != (1 if vector else 2):
             wanted = "a vector" if vector else "a matrix"
             raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: {wanted} is needed")

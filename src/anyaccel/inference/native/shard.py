@@ -276,6 +276,9 @@ def _attention_slices(a: Attention, rank: int, size: int) -> Iterator[tuple[str,
         for kind in ("weight", "bias"):
             yield f"q_norm.{kind}", WeightSlice((_scaled(heads.query, a.head_dim),))
             yield f"k_norm.{kind}", WeightSlice((_scaled(heads.key_value, a.head_dim),))
+    if a.out_norm is not None:
+        for kind in ("weight", "bias"):
+            yield f"out_norm.{kind}", WeightSlice((_scaled(heads.query, a.value_dim),))
     yield "sinks", WeightSlice((heads.query,))
     yield "o", WeightSlice((), _scaled(heads.query, a.value_dim))
     if rank > 0:
@@ -287,6 +290,9 @@ def _mlp_slices(name: str, mlp: Mlp, rank: int, size: int) -> Iterator[tuple[str
     rows = WeightSlice((part, _scaled(part, 1, mlp.features)) if mlp.gated else (part,))
     yield f"{name}.gate_up", rows
     yield f"{name}.gate_up.bias", rows
+    if mlp.norm is not None:
+        for kind in ("weight", "bias"):
+            yield f"{name}.norm.{kind}", WeightSlice((part,))
     yield f"{name}.down", WeightSlice((), part)
     if rank > 0:
         yield f"{name}.down.bias", WeightSlice((), zero=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai", "xielu"]
 
 PAGE = 64  # tokens of a block of the key/value cache; kPageTokens in csrc/llm/attention/attention.h
 
@@ -99,6 +99,7 @@ class Attention:
         gated: the result is multiplied by the sigmoid of a linear of the input (Qwen3-Next).
         bidirectional: a token sees those behind it too, with a window as many as before it; of all layers (encoders).
         fused_input: it reads the two inputs of a head that drafts side by side, see HiddenInputs.fused.
+        out_norm: of the result of all heads together, before the last linear (BitNet).
     """
 
     heads: int
@@ -126,6 +127,7 @@ class Attention:
     gated: bool = False
     bidirectional: bool = False
     fused_input: bool = False
+    out_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,27 @@ Recurrent = ShortConv | LinearAttention | SelectiveScan
 
 @dataclass(frozen=True)
 class Mlp:
-    """gated: down(act(gate x) * up x), else down(act(up x))."""
+    """gated: down(act(gate x) * up x), else down(act(up x)).
+
+    Attributes:
+        activation: "xielu" (Apertus) has four learned values of each layer, and no gates.
+        norm: of the features, before `down` (BitNet).
+        cutoff: the gates are max(0, gate x - c) first, where c is so many standard deviations above their mean (Gemma
+            3n's activation sparsity); None: they are not cut.
+    """
 
     features: int
     activation: Activation
     gated: bool
     bias: bool = False
     out_bias: bool = False
+    norm: Norm | None = None
+    cutoff: float | None = None
+
+    @property
+    def simple(self) -> bool:
+        """Whether each feature is made of a row, or a pair of rows, and nothing else."""
+        return self.norm is None and self.cutoff is None and self.activation != "xielu"
 
 
 @dataclass(frozen=True)
@@ -387,6 +403,39 @@ class InputGate:
 
 
 @dataclass(frozen=True)
+class Laurel:
+    """A low-rank way beside attention (learned augmented residual layers, Menghani et al., 2024; Gemma 3n).
+
+    h = scale * (h + post(attention(x)) + x + norm(up(down(x)))), with x = attn_norm(h) and `rank` values between.
+    """
+
+    rank: int
+    norm: Norm
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Several residuals of a token, of which a layer computes the first (AltUp, Baykal et al., 2023; Gemma 3n).
+
+    The first stream is the embedding, each other one a linear of it, with the same root mean square (`streams_in`).
+    Before a layer each stream i gets the sum of P[i, k] m times stream k, over k, with
+    m = tanh(router(norm(first stream)) / hidden). The layer makes h of the first one, and behind it each stream gets
+    (1 + C[i] m') (h - first stream), with m' of h. input_gate reads the first one then, and adds to the others. At
+    last, the residual is the mean of the first stream and linears of the others, with its root mean square
+    (`streams_out`).
+
+    Attributes:
+        norm: of what the router reads.
+        scaled: input_gate reads the first stream times a learned vector.
+    """
+
+    count: int
+    norm: Norm
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
 class Layer:
     """h += r * post(mixer(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
 
@@ -412,6 +461,8 @@ class Layer:
     scaled: bool = False
     recurrent: Recurrent | None = None
     weight_factors: tuple[float, ...] = ()
+    laurel: Laurel | None = None
+    streams: Streams | None = None
 
     @property
     def softmax(self) -> Attention:
@@ -446,6 +497,7 @@ class DecoderSpec:
         token_types: rows of a learned embedding of the text that a token is of (BERT: the first or second); 0: none.
         relative_bias, distances: of encoders.
         hidden_inputs: of a head that drafts for another model.
+        streams: residuals of a token, as many as each layer's Streams has; 1: there are none.
     """
 
     vocab: int
@@ -474,6 +526,7 @@ class DecoderSpec:
     relative_bias: RelativeBias | None = None
     distances: Distances | None = None
     hidden_inputs: HiddenInputs | None = None
+    streams: int = 1
 
     @property
     def is_encoder(self) -> bool:

@@ -12,6 +12,7 @@ from anyaccel.inference.spec.decoder import (
     Distances,
     HiddenInputs,
     InputGate,
+    Laurel,
     Layer,
     LayerInputs,
     LinearAttention,
@@ -24,6 +25,7 @@ from anyaccel.inference.spec.decoder import (
     Rope,
     SelectiveScan,
     ShortConv,
+    Streams,
 )
 
 # What a field of this name is made of; those of other names are norms.
@@ -38,6 +40,8 @@ _KINDS: dict[str, type] = {
     "shared": Mlp,
     "layer_inputs": LayerInputs,
     "input_gate": InputGate,
+    "laurel": Laurel,
+    "streams": Streams,  # of a layer; the decoder's is a number
     "relative_bias": RelativeBias,
     "distances": Distances,
     "hidden_inputs": HiddenInputs,
