@@ -102,14 +102,14 @@ const char* finish_name(Request::Finish finish) {
   return "";
 }
 
-using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, bool, bool>;
+using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, bool, std::string>;
 
 std::shared_ptr<DecoderModel> make_model(const nb::handle& spec, const std::vector<MatrixTuple>& matrices,
                                          const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
                                          const std::string& cache_format, size_t cache_limit_bytes, size_t memory) {
   std::vector<MatrixEntry> matrix_entries;
-  for (const auto& [name, rows, cols, format, group, minimum, superblocks] : matrices)
-    matrix_entries.push_back({name, rows, cols, read_format(format), group, minimum, superblocks});
+  for (const auto& [name, rows, cols, format, group, minimum, scales] : matrices)
+    matrix_entries.push_back({name, rows, cols, read_format(format), group, minimum, read_scale_kind(scales)});
   std::vector<VectorEntry> vector_entries;
   for (const auto& [name, count] : vectors) vector_entries.push_back({name, count});
   DecoderSpec decoder = read_spec(spec);
@@ -403,11 +403,11 @@ void bind_linear(nb::module_& m) {
       .def(
           "__init__",
           [](Linear* self, int64_t rows, int64_t cols, const std::string& format, int group, bool minimum,
-             bool superblocks) {
-            new (self) Linear(Shape{read_format(format), rows, cols, group, minimum, superblocks});
+             const std::string& scales) {
+            new (self) Linear(Shape{read_format(format), rows, cols, group, minimum, read_scale_kind(scales)});
           },
           nb::arg("rows"), nb::arg("cols"), nb::arg("format"), nb::arg("group") = 0, nb::arg("minimum") = false,
-          nb::arg("superblocks") = false)
+          nb::arg("scales") = "halves")
       .def(
           "set_rows",
           [](Linear& self, int64_t first, int64_t count, uintptr_t address, const std::string& type, int64_t row_stride,

@@ -450,6 +450,13 @@ llm::Format read_format(const std::string& name) {
   throw UsageError("format '" + name + "' is unknown; known are " + known);
 }
 
+llm::ScaleKind read_scale_kind(const std::string& name) {
+  using llm::ScaleKind;
+  return one_of<ScaleKind>(
+      name, "scales",
+      {{"halves", ScaleKind::halves}, {"superblocks", ScaleKind::superblocks}, {"powers", ScaleKind::powers}});
+}
+
 llm::SourceType read_source_type(const std::string& name) {
   using llm::SourceType;
   return one_of<SourceType>(name, "type",
@@ -460,6 +467,10 @@ llm::SourceType read_source_type(const std::string& name) {
                              {"q8_0", SourceType::q8_0},
                              {"q4_0", SourceType::q4_0},
                              {"q4_1", SourceType::q4_1},
+                             {"q5_0", SourceType::q5_0},
+                             {"q5_1", SourceType::q5_1},
+                             {"iq4_nl", SourceType::iq4_nl},
+                             {"mxfp4", SourceType::mxfp4},
                              {"q2_k", SourceType::q2_k},
                              {"q3_k", SourceType::q3_k},
                              {"q4_k", SourceType::q4_k},

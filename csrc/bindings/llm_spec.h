@@ -18,5 +18,6 @@ llm::RequestOptions read_options(const nanobind::dict& options);
 
 llm::Format read_format(const std::string& name);
 llm::SourceType read_source_type(const std::string& name);
+llm::ScaleKind read_scale_kind(const std::string& name);
 
 }  // namespace anyaccel::bindings

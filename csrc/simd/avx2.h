@@ -98,6 +98,10 @@ inline Vec load_bf16(const void* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p)), 16));
 }
 [[gnu::always_inline]] inline Vec load_f16(const void* p) { return _mm256_cvtph_ps(load_halves(p)); }
+inline Vec load_power(const void* p) {
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+}
 inline Vec load_i8(const void* p) {
   return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
 }

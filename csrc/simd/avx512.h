@@ -86,6 +86,11 @@ inline Vec load_bf16(const void* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(p)), 16));
 }
 [[gnu::always_inline]] inline Vec load_f16(const void* p) { return _mm512_cvtph_ps(load_halves(p)); }
+// Floats whose exponents are bytes: 2^(byte - 127), or zero.
+inline Vec load_power(const void* p) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23));
+}
 inline Vec load_i8(const void* p) {
   return convert(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }

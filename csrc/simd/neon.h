@@ -111,6 +111,10 @@ inline void stream(void* p, IVec v) { store(p, v); }
 inline void stream_fence() {}
 inline Vec load_bf16(const void* p) { return vreinterpretq_f32_u32(vshll_n_u16(read<uint16x4_t>(p), 16)); }
 [[gnu::always_inline]] inline Vec load_f16(const void* p) { return vcvt_f32_f16(read<float16x4_t>(p)); }
+inline Vec load_power(const void* p) {
+  const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(read<uint32_t>(p)));
+  return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))), 23));
+}
 inline Vec load_i8(const void* p) {
   const int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(read<int32_t>(p)));
   return convert(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));

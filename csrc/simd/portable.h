@@ -114,6 +114,10 @@ inline Vec load_bf16(const void* p) { return bits_as<Vec>(load_halves(p) << 16);
   const Vec result = select(endless, bits_as<Vec>(magnitude | 0x7f800000u | quiet), finite);
   return bits_as<Vec>(bits_as<UVec>(result) | (half & 0x8000u) << 16);
 }
+inline Vec load_power(const void* p) {
+  const auto* byte = static_cast<const uint8_t*>(p);
+  return bits_as<Vec>(UVec{byte[0], byte[1], byte[2], byte[3]} << 23);
+}
 inline Vec load_i8(const void* p) {
   const auto* q = static_cast<const int8_t*>(p);
   return convert(IVec{q[0], q[1], q[2], q[3]});

@@ -65,6 +65,7 @@ inline void stream(void* p, IVec v) { store(p, v); }
 inline void stream_fence() {}
 inline Vec load_bf16(const void* p) { return from_bf16(half_at(p)); }
 [[gnu::always_inline]] inline Vec load_f16(const void* p) { return from_f16(half_at(p)); }
+inline Vec load_power(const void* p) { return float_of(uint32_t{*static_cast<const uint8_t*>(p)} << 23); }
 inline Vec load_i8(const void* p) { return static_cast<float>(*static_cast<const int8_t*>(p)); }
 inline void store_bf16(uint16_t* p, Vec v) { *p = to_bf16(v); }
 inline void store_f16(uint16_t* p, Vec v) { *p = to_f16(v); }

@@ -19,7 +19,7 @@
 //   load_twice(p)        each of kLanes / 2 floats in two neighbouring lanes; swap_pairs(v) changes these two over;
 //                        fma_addsub(a, b, c) is a * b - c in even and a * b + c in odd lanes
 //   convert              of an int32 to a float
-//   load_bf16, load_f16, store_bf16, store_f16, load_i8
+//   load_bf16, load_f16, store_bf16, store_f16, load_i8, load_power
 //   even_bf16(p), odd_bf16(p)   of kLanes pairs of bfloat16
 //   pack_bf16(a, b), pack_f16(a, b), interleave_bf16(even, odd)   two vectors as 2 * kLanes halves
 //   stream(p, v)         past the caches, where p is aligned to a whole vector; stream_fence() after the last one

@@ -143,7 +143,7 @@ class DecoderModel(Model):
     def __init__(
         self,
         spec: DecoderSpec,  # of this rank
-        # As MatrixShape: name, rows, cols, format, group, minimum, superblocks.
+        # As MatrixShape: name, rows, cols, format, group, minimum, scales.
         matrices: Sequence[tuple[str, int, int, str, int, bool, bool]],
         vectors: Sequence[tuple[str, int]],
         threads: int,  # 0: the CPUs of this process
@@ -155,8 +155,8 @@ class DecoderModel(Model):
     @property
     def resident_bytes(self) -> int: ...  # of weight_bytes, those in memory
     # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
-    # q8_0 q4_0 q4_1, and superblocks: q2_k q3_k q4_k q5_k q6_k iq4_xs. Strides in bytes. `order`: row i comes from
-    # source row order[i].
+    # q8_0 q4_0 q4_1, blocks of one format: q5_0 q5_1 iq4_nl mxfp4, and superblocks: q2_k q3_k q4_k q5_k q6_k iq4_xs.
+    # Strides in bytes. `order`: row i comes from source row order[i].
     def set_rows(
         self,
         name: str,
@@ -285,7 +285,7 @@ class Linear:
     """One packed matrix for the generic path: y = x Wᵀ + bias."""
 
     def __init__(
-        self, rows: int, cols: int, format: str, group: int = 0, minimum: bool = False, superblocks: bool = False
+        self, rows: int, cols: int, format: str, group: int = 0, minimum: bool = False, scales: str = "halves"
     ) -> None: ...
     def set_rows(
         self, first: int, count: int, address: int, type: str, row_stride: int, col_stride: int = 0

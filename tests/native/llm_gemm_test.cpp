@@ -181,22 +181,41 @@ struct Kind {
   Format format;
   int group;
   bool minimum;
-  bool superblocks = false;
+  ScaleKind scales = ScaleKind::halves;
 
   Shape shape(int64_t rows, int64_t cols) const {
     const int64_t whole = (cols + kSuperblock - 1) / kSuperblock * kSuperblock;
-    return {format, rows, superblocks ? whole : cols, group, minimum, superblocks};
+    return {format, rows, scales == ScaleKind::superblocks ? whole : cols, group, minimum, scales};
   }
 };
-constexpr Kind kKinds[] = {{Format::f32, 0, false},      {Format::f16, 0, false},       {Format::bf16, 0, false},
-                           {Format::i8, 0, false},       {Format::i8, 32, false},       {Format::i4, 32, false},
-                           {Format::i8, 16, false},      {Format::i8, 16, true},        {Format::i8, 32, true},
-                           {Format::i4, 32, true},       {Format::i4, 64, true},        {Format::i4, 128, false},
-                           {Format::i6, 16, true},       {Format::i6, 16, false},       {Format::i5, 32, true},
-                           {Format::i5, 32, false},      {Format::i3, 16, false},       {Format::i2, 16, true},
-                           {Format::nl4, 32, false},     {Format::fp4, 32, false},      {Format::i6, 16, false, true},
-                           {Format::i5, 32, true, true}, {Format::i4, 32, true, true},  {Format::i3, 16, false, true},
-                           {Format::i2, 16, true, true}, {Format::nl4, 32, false, true}};
+constexpr ScaleKind kBlocks = ScaleKind::superblocks;
+constexpr Kind kKinds[] = {{Format::f32, 0, false},
+                           {Format::f16, 0, false},
+                           {Format::bf16, 0, false},
+                           {Format::i8, 0, false},
+                           {Format::i8, 32, false},
+                           {Format::i4, 32, false},
+                           {Format::i8, 16, false},
+                           {Format::i8, 16, true},
+                           {Format::i8, 32, true},
+                           {Format::i4, 32, true},
+                           {Format::i4, 64, true},
+                           {Format::i4, 128, false},
+                           {Format::i6, 16, true},
+                           {Format::i6, 16, false},
+                           {Format::i5, 32, true},
+                           {Format::i5, 32, false},
+                           {Format::i3, 16, false},
+                           {Format::i2, 16, true},
+                           {Format::nl4, 32, false},
+                           {Format::fp4, 32, false},
+                           {Format::i6, 16, false, kBlocks},
+                           {Format::i5, 32, true, kBlocks},
+                           {Format::i4, 32, true, kBlocks},
+                           {Format::i3, 16, false, kBlocks},
+                           {Format::i2, 16, true, kBlocks},
+                           {Format::nl4, 32, false, kBlocks},
+                           {Format::fp4, 32, false, ScaleKind::powers}};
 constexpr Variant kVariants[] = {{false, false, 1.0f, false},
                                  {true, false, 1.0f, true},
                                  {true, true, 0.5f, false},

@@ -43,7 +43,7 @@ inline Matrix superblocks_of(const Shape& shape, const std::vector<float>& value
 
 // A matrix of `values`, or of whatever values its format has if nothing is rounded to that.
 inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
-  if (shape.superblocks) return superblocks_of(shape, values);
+  if (shape.scales == ScaleKind::superblocks) return superblocks_of(shape, values);
   Matrix matrix(shape);
   if (rounds(shape.format)) {
     matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});
@@ -70,6 +70,9 @@ inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
   const float part = row_of(shape.format).codes == kNonlinearCodes ? 0x1p-7f : 0x1p-3f;
   for (size_t g = 0; g < scales.size(); ++g) {
     scales[g] *= part;
+    if (shape.scales == ScaleKind::powers)  // none is larger than its values' size, and none is lost
+      scales[g] =
+          scales[g] == 0 || !std::isfinite(scales[g]) ? 0 : std::exp2(std::floor(std::log2(std::fabs(scales[g]))));
     minima[g] = scales[g] * -2.5f;  // no value is what cancellation leaves
   }
   matrix.set_quantised_rows(0, shape.rows, q.data(), scales.data(), shape.minimum ? minima.data() : nullptr);

@@ -175,7 +175,7 @@ void test_products() {
       if (kQuick && (r < 2 || k < 2)) continue;
       std::vector<Shape> shapes = shapes_of(kRows[r], kCols[k]);
       if (k % 2 != 0)  // one superblock, and three
-        for (const Shape& shape : superblock_shapes(kRows[r], kCols[k])) shapes.push_back(shape);
+        for (const Shape& shape : other_scales(kRows[r], kCols[k])) shapes.push_back(shape);
       for (const Shape& shape : shapes) {
         const Case what = make_case(shape, 21);
         const int64_t stride = shape.cols + 3;

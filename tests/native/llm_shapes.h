@@ -73,12 +73,14 @@ inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
   return shapes;
 }
 
-// Those with superblocks, of at least so many columns.
-inline std::vector<Shape> superblock_shapes(int64_t rows, int64_t cols) {
+// Those with scales of another kind, of at least so many columns.
+inline std::vector<Shape> other_scales(int64_t rows, int64_t cols) {
   const int64_t whole = (cols + kSuperblock - 1) / kSuperblock * kSuperblock;
-  return {{Format::i2, rows, whole, 16, true, true},  {Format::i3, rows, whole, 16, false, true},
-          {Format::i4, rows, whole, 32, true, true},  {Format::i5, rows, whole, 32, true, true},
-          {Format::i6, rows, whole, 16, false, true}, {Format::nl4, rows, whole, 32, false, true}};
+  constexpr ScaleKind kBlocks = ScaleKind::superblocks;
+  return {{Format::i2, rows, whole, 16, true, kBlocks},           {Format::i3, rows, whole, 16, false, kBlocks},
+          {Format::i4, rows, whole, 32, true, kBlocks},           {Format::i5, rows, whole, 32, true, kBlocks},
+          {Format::i6, rows, whole, 16, false, kBlocks},          {Format::nl4, rows, whole, 32, false, kBlocks},
+          {Format::fp4, rows, cols, 32, false, ScaleKind::powers}};
 }
 
 inline std::vector<float> rows_of(const Matrix& matrix) {

@@ -420,7 +420,7 @@ class Weights::Builder final : WeightWalk {
     wanted_.emplace(name, true);
     ++used_;
     const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
-    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum, entry.superblocks};
+    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum, entry.scales};
     try {
       check(shape);
     } catch (const std::invalid_argument& error) {

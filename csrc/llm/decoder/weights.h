@@ -38,7 +38,7 @@ struct MatrixEntry {
   Format format;
   int group;
   bool minimum;
-  bool superblocks = false;
+  ScaleKind scales = ScaleKind::halves;
 };
 struct VectorEntry {
   std::string name;

@@ -51,7 +51,7 @@ class Inputs {
   }
   Input& at(size_t index) noexcept { return slots_[index].input; }
   static bool same(const Shape& a, const Shape& b) noexcept {
-    return a.format == b.format && a.group == b.group && a.minimum == b.minimum && a.superblocks == b.superblocks;
+    return a.format == b.format && a.group == b.group && a.minimum == b.minimum && a.scales == b.scales;
   }
   static constexpr size_t kMost = 16;
 

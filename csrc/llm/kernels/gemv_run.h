@@ -42,6 +42,9 @@ inline Floats load_rows_f16(const uint8_t* p) {
 inline Floats load_rows_i8(const uint8_t* p) {
   return each<kVecs>([&](int i) { return load_i8(p + i * kLanes); });
 }
+inline Floats load_rows_power(const uint8_t* p) {
+  return each<kVecs>([&](int i) { return load_power(p + i * kLanes); });
+}
 inline void store_rows(float* p, const Floats& v) {
   for (int i = 0; i < kVecs; ++i) store(p + i * kLanes, v.x[i]);
 }
@@ -64,8 +67,10 @@ class Scales {
  public:
   // A section begins at w: its scales, and then its values, where w is left.
   void begin(const BlockLayout& layout, const uint8_t*& w) {
-    factors_ = layout.superblocks ? w : nullptr;
-    at_ = layout.superblocks ? w + kFactorBytes : w;
+    const bool superblocks = layout.scales == ScaleKind::superblocks;
+    powers_ = layout.scales == ScaleKind::powers;
+    factors_ = superblocks ? w : nullptr;
+    at_ = superblocks ? w + kFactorBytes : w;
     const uint8_t* values = w + layout.section_scales;
     for (; w < values; w += kLine) ask_for<S>(w);
   }
@@ -79,12 +84,14 @@ class Scales {
 
  private:
   Floats at(int first) const {
+    if (powers_) return load_rows_power(at_);
     if (factors_ == nullptr) return load_rows_f16(at_ + 2 * first);
     return mul(load_rows_i8(at_ + first), load_rows_f16(factors_ + 2 * first));
   }
 
   const uint8_t* at_ = nullptr;
   const uint8_t* factors_ = nullptr;  // of superblocks
+  bool powers_ = false;
 };
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;

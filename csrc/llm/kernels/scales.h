@@ -19,7 +19,8 @@ inline RowScales row_scales(const BlockLayout& layout, const uint8_t* block, int
   const uint8_t* scales = block + layout.scales_at(column);
   const Vec none = broadcast(0.0f);
   if (layout.group == 0) return {load(reinterpret_cast<const float*>(scales) + row), none};
-  if (layout.superblocks) {
+  if (layout.scales == ScaleKind::powers) return {load_power(scales + row), none};
+  if (layout.scales == ScaleKind::superblocks) {
     const uint8_t* factors = block + layout.factors_at(column) + 2 * row;
     return {mul(load_i8(scales + row), load_f16(factors)),
             layout.minimum ? mul(load_i8(scales + kAll + row), load_f16(factors + 2 * kAll)) : none};

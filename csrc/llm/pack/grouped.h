@@ -14,6 +14,8 @@
 // With superblocks a section is 256 columns with minima, and 512 without: a line with 16 halves that scales are times,
 // and 16 of minima, or of the next superblock; then 16 bytes with a sign for the scales of each group, and 16 for its
 // minima; then the units.
+//
+// With powers the scale of a row is a byte, the exponent of a float: 2^(byte - 127), or zero.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +32,7 @@ constexpr size_t kFactorBytes = 64;  // before a section's scales, with superblo
 struct BlockLayout {
   Format format;
   bool minimum;
-  bool superblocks;
+  ScaleKind scales;
   int group;  // columns that share a scale; 0: a scale a row
   int64_t cols, padded_cols;
   size_t unit_bytes;      // values of 32 columns
@@ -46,7 +48,7 @@ struct BlockLayout {
     return section_at(column) + section_scales + static_cast<size_t>(in_section(column) / kUnitColumns) * unit_bytes;
   }
   size_t scales_at(int64_t column) const {
-    const size_t first = superblocks ? kFactorBytes : 0;
+    const size_t first = scales == ScaleKind::superblocks ? kFactorBytes : 0;
     return group == 0 ? 0 : section_at(column) + first + static_cast<size_t>(in_section(column) / group) * scale_stride;
   }
   // With superblocks: the 16 halves of the superblock that a column is in. Those of minima follow.

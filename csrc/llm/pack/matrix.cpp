@@ -24,7 +24,7 @@ size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 // Columns are padded to what kernels read at once: 32 of the float formats and of a group (an AMX tile of bfloat16
 // has 32), 64 of int8 with a scale a row (an AMX tile has 64).
 int64_t column_multiple(const Shape& shape) {
-  if (shape.superblocks) return kSuperblock;
+  if (shape.scales == ScaleKind::superblocks) return kSuperblock;
   if (shape.format == Format::i4) return shape.group;
   return shape.format == Format::i8 && shape.group == 0 ? 64 : 32;
 }
@@ -42,20 +42,21 @@ BlockLayout layout_of(const Shape& shape) {
   BlockLayout layout{};
   layout.format = shape.format;
   layout.minimum = shape.minimum;
-  layout.superblocks = shape.superblocks;
+  layout.scales = shape.scales;
   layout.group = shape.group;
   layout.cols = shape.cols;
   layout.padded_cols = shape.padded_cols();
   layout.unit_bytes = static_cast<size_t>(kUnitColumns * kBlockRows * row_of(shape.format).bits) / 8;
   layout.section_shift = 62;
-  if (shape.superblocks) {
+  if (shape.scales == ScaleKind::superblocks) {
     layout.scale_stride = kBlockRows * (shape.minimum ? 2 : 1);
     const auto columns = static_cast<uint64_t>(shape.minimum ? kSuperblock : 2 * kSuperblock);
     layout.section_shift = std::countr_zero(columns);
     layout.section_scales = kFactorBytes + columns / static_cast<size_t>(shape.group) * layout.scale_stride;
     layout.section_bytes = layout.section_scales + columns / kUnitColumns * layout.unit_bytes;
   } else if (shape.group != 0) {
-    layout.scale_stride = kBlockRows * sizeof(uint16_t) * (shape.minimum ? 2 : 1);
+    const size_t a_scale = shape.scales == ScaleKind::powers ? 1 : sizeof(uint16_t);
+    layout.scale_stride = kBlockRows * a_scale * (shape.minimum ? 2 : 1);
     const int64_t filling = static_cast<int64_t>(kLine / layout.scale_stride) * shape.group;
     const auto columns = static_cast<uint64_t>(std::max<int64_t>(filling, kUnitColumns));
     layout.section_shift = std::countr_zero(columns);
@@ -84,8 +85,9 @@ void check(const Shape& shape) {
   const Minima minima = row_of(shape.format).minima;
   if (minima != Minima::may && shape.minimum != (minima == Minima::always))
     fail(std::string("values of this format ") + (shape.minimum ? "never" : "always") + " have minima");
-  if (shape.superblocks && (shape.group == 0 || shape.group > kUnitColumns || row_of(shape.format).bits >= 8))
-    fail("this format has no superblocks");
+  const bool superblocks = shape.group != 0 && shape.group <= kUnitColumns && row_of(shape.format).bits < 8;
+  if (shape.scales == ScaleKind::superblocks && !superblocks) fail("this format has no superblocks");
+  if (shape.scales == ScaleKind::powers && shape.format != Format::fp4) fail("only fp4 has powers of two for scales");
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 16;
   if (shape.rows > kMost / 64 || shape.cols > kMost / 64 || shape.cols + 128 > kMost / (shape.rows + 16))
     fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values are too many");

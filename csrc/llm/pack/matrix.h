@@ -49,6 +49,10 @@ constexpr bool is_quantised(Format format) { return row_of(format).bits <= 8; }
 
 constexpr int64_t kBlockRows = 16;
 
+// What scales of groups are: halves; whole numbers of 8 bits (so are minima) times a half of each superblock of 256
+// columns, as in ggml's K types, for groups of 16 and 32 in fewer than 8 bits; powers of two, as in MXFP4, for codes.
+enum class ScaleKind : uint8_t { halves, superblocks, powers };
+
 struct Shape {
   Format format;
   int64_t rows;
@@ -57,9 +61,7 @@ struct Shape {
   // value = scale * q + minimum, with q in 0 .. 2^bits - 1 for fewer than 8 bits; else scale * q for i8, scale * code
   // for codes, and scale * (q - 2^(bits - 1)) for the others. Not for i8 with a scale a row.
   bool minimum = false;
-  // Scales and minima are whole numbers of 8 bits times a half of each superblock of 256 columns, as in ggml's K types.
-  // Of groups of 16 and 32 in fewer than 8 bits.
-  bool superblocks = false;
+  ScaleKind scales = ScaleKind::halves;  // of groups
 
   int64_t padded_rows() const { return (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
   int64_t padded_cols() const;
@@ -74,7 +76,25 @@ void check(const Shape& shape);
 constexpr int64_t kSuperblock = 256;  // columns
 
 // What rows are read from. Quantised kinds are ggml's blocks of 32 columns, and its superblocks.
-enum class SourceType : uint8_t { f32, f16, bf16, f64, q8_0, q4_0, q4_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
+enum class SourceType : uint8_t {
+  f32,
+  f16,
+  bf16,
+  f64,
+  q8_0,
+  q4_0,
+  q4_1,
+  q5_0,
+  q5_1,
+  iq4_nl,
+  mxfp4,
+  q2_k,
+  q3_k,
+  q4_k,
+  q5_k,
+  q6_k,
+  iq4_xs
+};
 size_t source_row_bytes(SourceType type, int64_t cols);
 
 struct Source {
@@ -101,14 +121,15 @@ class Matrix {
 
   // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source that the
   // matrix's format holds is kept bit by bit: blocks of 32 in i8 of 16 or 32, q4_0 and q4_1 also in i4 of 32; q4_1
-  // needs a minimum. Superblocks are read into the one format that has superblocks and their bits and groups.
+  // needs a minimum. Others and superblocks are read into the one format that has their bits, groups and scales.
   // `order`: row i comes from row order[i] of the source; null: in order. Rows outside are an error.
   // Calls for different rows of one block may not run at the same time.
   // Throws std::invalid_argument.
   void set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order = nullptr);
   // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors, GGUF): values q[count][cols] without a sign, or
   // int8 (i8), scales[count][groups], and for a matrix with minimum minima[count][groups]. Other formats than i8 and i4
-  // are made in this way only, or of q4_0 and q4_1 if they have 5 bits or more. Not for superblocks.
+  // are made in this way only, or of q4_0 and q4_1 if they have 5 bits or more. Not for superblocks. Powers of two
+  // below 2^-126 become zero.
   void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
   // Row `row` as floats: cols of them. Reads only that row: for embeddings.
   void row(int64_t row, float* out) const;

@@ -255,7 +255,8 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
   // Bytes have the sign that q4_0 has not; a format of more bits without a minimum takes more from its values.
   int plus = 0;
   if (bytes && type == SourceType::q4_0) plus = -8;
-  if (!bytes && !layout.minimum) plus = (1 << (format.bits - 1)) - 8;
+  const bool nibbles = type == SourceType::q4_0 || type == SourceType::q4_1;
+  if (!bytes && !layout.minimum && nibbles) plus = (1 << (format.bits - 1)) - 8;
   const int64_t block_bytes = block_bytes_of(type);
   for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
     uint8_t* unit = block + layout.unit_at(k0);
@@ -264,7 +265,10 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
       QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes);
       if (!bytes && type == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
       for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
-        put(scale_at(layout, block, k / layout.group, r), from.scale);
+        if (layout.scales == ScaleKind::powers)
+          block[layout.scales_at(k) + static_cast<size_t>(r)] = static_cast<uint8_t>(from.scale);
+        else
+          put(scale_at(layout, block, k / layout.group, r), from.scale);
         if (layout.minimum) put(minimum_at(layout, block, k / layout.group, r), from.minimum);
       }
       for (int i = 0; i < kSourceGroup; ++i) from.q[i] = static_cast<uint8_t>(from.q[i] + plus);
@@ -300,6 +304,17 @@ void keep_superblocks(const BlockLayout& layout, const SuperblockType& type, con
 [[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
 
 bool holds(const BlockLayout& layout, SourceType type) {
+  switch (type) {
+    case SourceType::mxfp4:
+      return layout.scales == ScaleKind::powers;
+    case SourceType::iq4_nl:
+      return layout.format == Format::nl4 && layout.scales == ScaleKind::halves;
+    case SourceType::q5_0:
+    case SourceType::q5_1:
+      return layout.format == Format::i5 && layout.minimum == (type == SourceType::q5_1);
+    default:
+      break;
+  }
   if (!is_quantised(type) || (type == SourceType::q4_1 && !layout.minimum)) return false;
   if (layout.format == Format::i8) return layout.group == 16 || layout.group == 32;
   const FormatRow& format = row_of(layout.format);
@@ -343,6 +358,15 @@ uint16_t half_of(float value) {
   return half;
 }
 
+// A power of two as the exponent of a float, whose subnormal numbers are zero here.
+uint8_t exponent_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value >= 0 && value < std::numeric_limits<float>::min()) return 0;
+  if ((bits & 0x807fffffu) != 0) fail("a scale of " + std::to_string(value) + " is no power of two");
+  return static_cast<uint8_t>(bits >> 23);
+}
+
 }  // namespace
 
 size_t source_row_bytes(SourceType type, int64_t cols) {
@@ -374,7 +398,11 @@ void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const 
   const SuperblockType* superblock = superblock_type(source.type);
   const bool held = superblock != nullptr && superblock->format == shape_.format && superblock->group == shape_.group &&
                     superblock->minimum == shape_.minimum;
-  if (shape_.superblocks ? !held : superblock != nullptr) fail("its format does not hold these superblocks");
+  const bool superblocks = shape_.scales == ScaleKind::superblocks;
+  if (superblocks ? !held : superblock != nullptr) fail("its format does not hold these superblocks");
+  const bool of_one_format = source.type >= SourceType::q5_0 && source.type <= SourceType::mxfp4;
+  if ((of_one_format || shape_.scales == ScaleKind::powers) && !holds(layout_of(shape_), source.type))
+    fail("its format does not hold these blocks");
   const size_t row_bytes = source_row_bytes(source.type, shape_.cols);  // checks the number of columns
   Source dense = source;
   const bool floats = !is_quantised(source.type) && superblock == nullptr;
@@ -402,7 +430,7 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
                                 const float* minima) {
   if (empty()) fail("it has no memory");
   if (!is_quantised(shape_.format)) fail("its format is not a quantised one");
-  if (shape_.superblocks) fail("superblocks are read from superblocks only");
+  if (shape_.scales == ScaleKind::superblocks) fail("superblocks are read from superblocks only");
   check_rows(shape_, first, count);
   if (count > 0 && (q == nullptr || scales == nullptr)) fail("values or scales are missing");
   if (count > 0 && (minima != nullptr) != shape_.minimum)
@@ -422,6 +450,10 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
       const float scale = scales[i * groups + g];
       if (layout.group == 0) {
         put(block + layout.scales_at(0) + static_cast<size_t>(r) * 4, scale);
+        continue;
+      }
+      if (layout.scales == ScaleKind::powers) {
+        block[layout.scales_at(g * group) + static_cast<size_t>(r)] = exponent_of(scale);
         continue;
       }
       put(scale_at(layout, block, g, r), half_of(scale));
@@ -450,7 +482,9 @@ void Matrix::row(int64_t row, float* out) const {
   // The scale of a column's group, or its minimum.
   const auto scale_of = [&](int64_t k, bool minimum) {
     const auto half = [&](size_t at) { return from_f16(read<uint16_t>(from + at + static_cast<size_t>(r) * 2)); };
-    if (!layout.superblocks) return half(layout.scales_at(k) + (minimum ? kLanes * 2 : 0));
+    if (layout.scales == ScaleKind::powers)
+      return float_of(uint32_t{from[layout.scales_at(k) + static_cast<size_t>(r)]} << 23);
+    if (layout.scales == ScaleKind::halves) return half(layout.scales_at(k) + (minimum ? kLanes * 2 : 0));
     const auto whole = static_cast<int8_t>(from[layout.scales_at(k) + static_cast<size_t>(r + (minimum ? kLanes : 0))]);
     return half(layout.factors_at(k) + (minimum ? kLanes * 2 : 0)) * static_cast<float>(whole);
   };

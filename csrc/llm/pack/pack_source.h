@@ -84,31 +84,53 @@ inline void read_bf16_panel(const Lanes& lanes, int64_t k0, int count, float* pa
   }
 }
 
-// ggml's blocks of 32: half scale (and half minimum), then 16 bytes of nibbles (value i and i + 16) or 32 of int8.
+// ggml's blocks of 32: half scale (of mxfp4 a byte) and half minimum, fifth bits, then 16 bytes of nibbles (value i and
+// i + 16) or 32 of int8.
 struct QuantisedBlock {
   uint16_t scale = 0, minimum = 0;
   uint8_t q[kSourceGroup];  // int8 of q8_0
 };
 inline int64_t block_bytes_of(SourceType type) {
-  return type == SourceType::q8_0 ? 34 : type == SourceType::q4_0 ? 18 : 20;
+  switch (type) {
+    case SourceType::q8_0:
+      return 34;
+    case SourceType::q5_0:
+      return 22;
+    case SourceType::q5_1:
+      return 24;
+    case SourceType::q4_0:
+    case SourceType::iq4_nl:
+      return 18;
+    case SourceType::mxfp4:
+      return 17;
+    default:
+      return 20;
+  }
 }
 
 inline QuantisedBlock read_block(SourceType type, const uint8_t* from) {
   QuantisedBlock block;
-  block.scale = read<uint16_t>(from);
-  const uint8_t* values = from + 2;
+  const bool power = type == SourceType::mxfp4;
+  block.scale = power ? static_cast<uint16_t>(*from == 0 ? 0 : *from - 1) : read<uint16_t>(from);  // of doubled values
+  const uint8_t* values = from + (power ? 1 : 2);
   if (type == SourceType::q8_0) {
     std::memcpy(block.q, values, kSourceGroup);
     return block;
   }
-  if (type == SourceType::q4_1) {
+  if (type == SourceType::q4_1 || type == SourceType::q5_1) {
     block.minimum = read<uint16_t>(values);
     values += 2;
+  }
+  uint32_t fifth = 0;
+  if (type == SourceType::q5_0 || type == SourceType::q5_1) {
+    fifth = read<uint32_t>(values);
+    values += sizeof fifth;
   }
   for (int i = 0; i < kSourceGroup / 2; ++i) {
     block.q[i] = values[i] & 15;
     block.q[i + kSourceGroup / 2] = values[i] >> 4;
   }
+  for (int i = 0; fifth != 0 && i < kSourceGroup; ++i) block.q[i] |= static_cast<uint8_t>((fifth >> i & 1) << 4);
   return block;
 }
 
@@ -127,9 +149,8 @@ inline void read_quantised_panel(SourceType type, const Lanes& lanes, int64_t k0
   }
 }
 
-inline bool is_quantised(SourceType type) {
-  return type == SourceType::q8_0 || type == SourceType::q4_0 || type == SourceType::q4_1;
-}
+// In blocks of 32.
+inline bool is_quantised(SourceType type) { return type >= SourceType::q8_0 && type <= SourceType::mxfp4; }
 
 inline void read_panel(SourceType type, const Lanes& lanes, int64_t col_stride, int64_t k0, int count, float* panel) {
   switch (type) {

@@ -38,7 +38,7 @@ def _logits(path: Path, tokens: list[int], kept: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_are_those_of_transformers(name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = DATA / f"{name}.gguf"
     recorded = json.loads((DATA / f"{name}.json").read_text())
     assert open_gguf(path).config["model_type"] == recorded["model_type"]
@@ -46,6 +46,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     got = _logits(path, recorded["tokens"], [1, 11])
     exact = "q8_0" not in name
     np.testing.assert_allclose(got, want, rtol=0, atol=(2e-4 if exact else 0.1) * float(np.abs(want).max()))
+    assert "not part of the model" not in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 3])

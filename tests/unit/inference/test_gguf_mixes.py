@@ -82,8 +82,10 @@ def test_values_have_a_format_of_their_own(keys: str, values: str, size: int, tm
         qkv, v = shapes["layers.0.qkv"], shapes["layers.0.v"]
         assert (qkv.format, v.format) == (bits[keys], bits[values])
         assert (qkv.rows, v.rows) == ((HIDDEN + HIDDEN // 2) // size, HIDDEN // 2 // size)
-        assert qkv.superblocks and v.superblocks and shapes["layers.1.mlp.down"].superblocks
-        assert shapes["layers.0.o"].superblocks == (size == 1)  # two ranks share superblocks of 256 columns
+        assert {each.scales for each in (qkv, v, shapes["layers.1.mlp.down"])} == {"superblocks"}
+        assert (shapes["layers.0.o"].scales == "superblocks") == (
+            size == 1
+        )  # two ranks share superblocks of 256 columns
 
 
 @pytest.mark.parametrize(("keys", "values"), [("Q4_K", "Q6_K"), ("Q3_K", "Q5_K"), ("Q4_K", "Q4_K"), ("Q4_K", "F32")])

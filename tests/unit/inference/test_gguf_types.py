@@ -16,7 +16,7 @@ from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.gguf_types import HELD, UNREAD
 from anyaccel.inference.native import packed_cache
 from anyaccel.inference.native.formats import Format, Precision, choose, stored_format
-from anyaccel.inference.native.packing import _converted, _pack, _Tensor, with_superblocks
+from anyaccel.inference.native.packing import _converted, _pack, _Tensor, with_own_scales
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.mapping import Unsupported
 from gguf_cases import random_blocks
@@ -87,7 +87,7 @@ class OneMatrix:
 
     def __init__(self, shape: MatrixShape) -> None:
         self.shape = shape
-        self.linear = _llm.Linear(shape.rows, shape.cols, shape.format, shape.group, shape.minimum, shape.superblocks)
+        self.linear = _llm.Linear(shape.rows, shape.cols, shape.format, shape.group, shape.minimum, shape.scales)
 
     def set_rows(self, name: str, first: int, count: int, address: int, kind: str, *more: Any) -> None:
         row_stride, col_stride, order = (*more, None)[:3]
@@ -114,7 +114,7 @@ def packed(tensors: list[Any], cols: range = range(COLS)) -> OneMatrix:
     rows = sum(tensor.shape[0] for tensor in tensors)
     shape = choose(MatrixShape("w", rows, len(cols)), Precision(None), [stored_format(each, cols) for each in tensors])
     parts = [_Tensor("w", each, range(each.shape[0]), each.shape[1], 0.0, 1.0) for each in tensors]
-    shape, parts = with_superblocks(shape, parts, cols)
+    shape, parts = with_own_scales(shape, parts, cols)
     matrix, at = OneMatrix(shape), 0
     for part in parts:
         _pack(matrix, shape, at, part, part.rows, cols, _converted(shape, part, part.rows, cols))  # type: ignore[arg-type]
@@ -168,8 +168,8 @@ def test_values_and_products_are_those_of_the_file(kind: str, tmp_path: Path) ->
     matrix = packed([tensor])
     shape = matrix.shape
     assert (shape.format, shape.group, shape.minimum) == form
-    assert shape.superblocks == (kind in SUPERBLOCKS)
-    most = EXACT if shape.superblocks else most
+    assert shape.scales == ("superblocks" if kind in SUPERBLOCKS else "powers" if kind == "MXFP4" else "halves")
+    most = EXACT if shape.scales != "halves" else most
     found = matrix.values()
     assert error(found, wanted) < most
     assert np.abs(found - wanted).max() < 1.5 * most * np.abs(wanted).max()

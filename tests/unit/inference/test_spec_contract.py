@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ from anyaccel.inference.checkpoints.sources import BLOCKS
 from anyaccel.inference.native import formats
 from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.inference.spec import decoder
-from anyaccel.inference.spec.packed_formats import FORMATS
+from anyaccel.inference.spec.packed_formats import FORMATS, ScaleKind
 from anyaccel.inference.spec.stored import spec_from_dict
 
 CSRC = Path(__file__).parents[3] / "csrc"
@@ -142,9 +142,11 @@ def test_python_and_cpp_have_the_same_formats() -> None:
 def test_python_and_cpp_have_the_same_types_of_what_is_stored() -> None:
     read = re.findall(r'\{"(\w+)", SourceType::(\w+)\}', READER)
     assert all(text == meaning for text, meaning in read)
-    superblocks = {name for name, held in HELD.items() if held.superblocks}
-    assert {text for text, _ in read} - superblocks == BLOCKS.keys() == formats._STORED.keys()
-    assert superblocks < {text for text, _ in read}
+    blocks = {name for name, held in HELD.items() if held.read_as}
+    assert {text for text, _ in read} - blocks == BLOCKS.keys() == formats._STORED.keys()
+    assert blocks < {text for text, _ in read}
+    kinds = re.findall(r'\{"(\w+)", ScaleKind::(\w+)\}', READER)
+    assert tuple(text for text, meaning in kinds if text == meaning) == get_args(ScaleKind)
 
 
 def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:

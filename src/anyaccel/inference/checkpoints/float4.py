@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyaccel.inference.checkpoints.gguf_types import nibbles
 from anyaccel.inference.checkpoints.quantised_layout import (
     FLOATS,
     Layout,
@@ -24,13 +25,6 @@ from anyaccel.inference.spec.packed_formats import FORMATS
 
 _CODES = FORMATS["fp4"].codes  # twice the values
 _POWERS = ("U8", "F8_E8M0")
-
-
-def _nibbles(octets: Any) -> Any:
-    """[rows, n] -> [rows, 2 n], the low four bits first."""
-    import numpy
-
-    return numpy.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
 
 
 class Mxfp4Experts(Layout):
@@ -62,7 +56,7 @@ class Mxfp4Experts(Layout):
         chosen = row_index(rows)
         blocks = self.array(f"{tensor.stem}_blocks", ("U8",), 4, tensor.index)[chosen]
         scales = self.array(f"{tensor.stem}_scales", _POWERS, 3, tensor.index)[chosen]
-        return _nibbles(blocks.reshape(len(blocks), -1)), power_values()[scales] / 2, None
+        return nibbles(blocks.reshape(len(blocks), -1)), power_values()[scales] / 2, None
 
 
 class Float4(Layout):
@@ -112,4 +106,4 @@ class Float4(Layout):
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
         chosen = row_index(rows)
         octets = self.array(self._values(tensor.stem), ("U8",))[chosen]
-        return _nibbles(octets), self._scales(tensor.stem, chosen), None
+        return nibbles(octets), self._scales(tensor.stem, chosen), None

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, SUPERBLOCK
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.checkpoints.sources import TensorView
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.inference.spec.packed_formats import FORMATS, Format
+from anyaccel.inference.spec.packed_formats import FORMATS, Format, ScaleKind
 
 _LEAST_GROUP = 16
 _SAMPLES = 4  # rows, read before the format is chosen
@@ -69,12 +69,15 @@ class GgufBlocks:
             return ("bf16", 0, False)
         return (kind if group in FORMATS[kind].groups else "i8", group, minimum)
 
-    def superblocks(self, cols: range) -> TensorView | None:
-        """The matrix as `_llm` reads it, if these columns are whole superblocks of a type that it reads."""
-        if not HELD[self.type].superblocks or cols.start % SUPERBLOCK or len(cols) % SUPERBLOCK:
+    def with_own_scales(self, cols: range) -> tuple[ScaleKind, TensorView] | None:
+        """The matrix as `_llm` reads it, if these columns are whole blocks of a type that it reads."""
+        values, kind = BLOCK_BYTES[self.type][0], HELD[self.type].read_as
+        if kind is None or cols.start % values or len(cols) % values:
             return None
         strides = (self.row_bytes, BLOCK_BYTES[self.type][1])
-        return TensorView(self.where, self.type, self.shape, strides, self.file.address + self.begin, file=self.file)
+        return kind, TensorView(
+            self.where, self.type, self.shape, strides, self.file.address + self.begin, file=self.file
+        )
 
     def entry(self, index: int) -> GgufBlocks:
         """One entry of a stack."""

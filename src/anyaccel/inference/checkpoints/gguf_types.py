@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.inference.spec.packed_formats import Format
+from anyaccel.inference.spec.packed_formats import Format, ScaleKind
 
 # Number in the file -> name, values of a block, bytes of a block.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -59,7 +59,6 @@ UNREAD = {
     41: "q1_0",
 }
 
-SUPERBLOCK = 256  # values of the largest blocks
 BLOCK_BYTES = {name: (values, size) for name, values, size in GGML_TYPES.values()}
 
 Levels = tuple[Any, Any]  # scales and minima [blocks, groups of a block] float32; minima None without them
@@ -75,14 +74,14 @@ class HeldType:
         fractions: whether scales may be too small for a half, as fractions of a half or with a wider range.
         codes: returns the values as the unsigned numbers of `format`, uint8 [blocks, values]; None: they are found from
             what the package gguf says of a block, which takes several times as long.
-        superblocks: whether `_llm` reads whole blocks, and keeps scales in the bits that they have.
+        read_as: `_llm` reads whole blocks, whose scales it keeps in the bits that they have; None: it does not.
     """
 
     format: Format
     levels: Callable[[Any], Levels]
     fractions: bool = False
     codes: Callable[[Any], Any] | None = None
-    superblocks: bool = False
+    read_as: ScaleKind | None = None
 
 
 def _half(blocks: Any, at: int) -> Any:
@@ -96,11 +95,14 @@ def _words(blocks: Any, begin: int, end: int, kind: str) -> Any:
     return blocks[:, begin:end].copy().view(kind)
 
 
-def _nibbles(octets: Any) -> Any:
-    """[blocks, n] -> [blocks, 2 n], the low four bits of each byte first."""
+def nibbles(octets: Any) -> Any:
+    """[rows, n] -> [rows, 2 n], the low four bits of each byte first."""
     import numpy
 
-    return numpy.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
+    found = numpy.empty((len(octets), 2 * octets.shape[1]), numpy.uint8)
+    numpy.bitwise_and(octets, 15, out=found[:, ::2])
+    numpy.right_shift(octets, 4, out=found[:, 1::2])
+    return found
 
 
 def _scales_of_6_bits(blocks: Any) -> Any:
@@ -166,7 +168,7 @@ def _iq4_xs(blocks: Any) -> Levels:
 
     shifts = numpy.arange(0, 16, 2, dtype=numpy.uint16)
     high = ((_words(blocks, 2, 4, "<u2") >> shifts) & 3).astype(numpy.int16)
-    return _half(blocks, 0) * ((_nibbles(blocks[:, 4:8]).astype(numpy.int16) | (high << 4)) - 32), None
+    return _half(blocks, 0) * ((nibbles(blocks[:, 4:8]).astype(numpy.int16) | (high << 4)) - 32), None
 
 
 def _fraction(scale: Any, s: Any, part: float) -> Any:
@@ -186,7 +188,7 @@ def _iq3_xxs(blocks: Any) -> Levels:
 
 def _iq3_s(blocks: Any) -> Levels:
     """Values are the odd numbers from -15 to 15."""
-    scale = _half(blocks, 0) * (1 + 2 * _nibbles(blocks[:, 106:110]))
+    scale = _half(blocks, 0) * (1 + 2 * nibbles(blocks[:, 106:110]))
     return 2 * scale, -15 * scale
 
 
@@ -214,31 +216,31 @@ def _mxfp4(blocks: Any) -> Levels:
 
 
 HELD: dict[str, HeldType] = {
-    "q5_0": HeldType(("i5", 32, False), lambda blocks: (_half(blocks, 0), None)),
-    "q5_1": HeldType(("i5", 32, True), lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
-    "q2_k": HeldType(("i2", 16, True), _q2_k, superblocks=True),
-    "q3_k": HeldType(("i3", 16, False), _q3_k, superblocks=True),
-    "q4_k": HeldType(("i4", 32, True), _scales_of_6_bits, codes=_q4_k_codes, superblocks=True),
-    "q5_k": HeldType(("i5", 32, True), _scales_of_6_bits, codes=_q5_k_codes, superblocks=True),
-    "q6_k": HeldType(("i6", 16, False), _q6_k, codes=_q6_k_codes, superblocks=True),
+    "q5_0": HeldType(("i5", 32, False), lambda blocks: (_half(blocks, 0), None), read_as="halves"),
+    "q5_1": HeldType(("i5", 32, True), lambda blocks: (_half(blocks, 0), _half(blocks, 2)), read_as="halves"),
+    "q2_k": HeldType(("i2", 16, True), _q2_k, read_as="superblocks"),
+    "q3_k": HeldType(("i3", 16, False), _q3_k, read_as="superblocks"),
+    "q4_k": HeldType(("i4", 32, True), _scales_of_6_bits, codes=_q4_k_codes, read_as="superblocks"),
+    "q5_k": HeldType(("i5", 32, True), _scales_of_6_bits, codes=_q5_k_codes, read_as="superblocks"),
+    "q6_k": HeldType(("i6", 16, False), _q6_k, codes=_q6_k_codes, read_as="superblocks"),
     "iq1_s": HeldType(("i4", 32, True), _iq1_s, fractions=True),
     "iq1_m": HeldType(("i8", 16, False), _iq1_m, fractions=True),
     "iq2_xxs": HeldType(("i8", 32, False), _iq2_xxs, fractions=True),
     "iq2_xs": HeldType(
         ("i8", 16, False),
-        lambda blocks: (_fraction(_half(blocks, 0), _nibbles(blocks[:, 66:74]), 0.25), None),
+        lambda blocks: (_fraction(_half(blocks, 0), nibbles(blocks[:, 66:74]), 0.25), None),
         fractions=True,
     ),
     "iq2_s": HeldType(
         ("i8", 16, False),
-        lambda blocks: (_fraction(_half(blocks, 0), _nibbles(blocks[:, 74:82]), 0.25), None),
+        lambda blocks: (_fraction(_half(blocks, 0), nibbles(blocks[:, 74:82]), 0.25), None),
         fractions=True,
     ),
     "iq3_xxs": HeldType(("i8", 32, False), _iq3_xxs, fractions=True),
     "iq3_s": HeldType(("i4", 32, True), _iq3_s),
-    "iq4_nl": HeldType(("nl4", 32, False), lambda blocks: (_half(blocks, 0), None)),
-    "iq4_xs": HeldType(("nl4", 32, False), _iq4_xs, superblocks=True),
+    "iq4_nl": HeldType(("nl4", 32, False), lambda blocks: (_half(blocks, 0), None), read_as="halves"),
+    "iq4_xs": HeldType(("nl4", 32, False), _iq4_xs, read_as="superblocks"),
     "tq1_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 52), None)),
     "tq2_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 64), None)),
-    "mxfp4": HeldType(("fp4", 32, False), _mxfp4, fractions=True),
+    "mxfp4": HeldType(("fp4", 32, False), _mxfp4, fractions=True, read_as="powers"),
 }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.inference.spec.packed_formats import FORMATS, Format, smallest_format
+from anyaccel.inference.spec.packed_formats import FORMATS, Format, ScaleKind, smallest_format
 from anyaccel.validation import Fields
 
 _NUMPY = {
@@ -147,6 +147,10 @@ class QuantisedTensor(StoredMatrix):
         if found is None or (found[1] > 0 and self.most_scale and not _LEAST <= self.most_scale <= _MOST):
             return _AS_FLOATS
         return found
+
+    def with_own_scales(self, cols: range) -> tuple[ScaleKind, QuantisedTensor] | None:
+        """Itself, where scales are of a kind that `_llm` keeps."""
+        return ("powers", self) if self.type == "mxfp4" else None
 
     def floats(self, rows: Any, cols: range) -> Any:
         import numpy

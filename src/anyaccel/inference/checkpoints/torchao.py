@@ -17,6 +17,7 @@ import json
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.gguf_types import nibbles
 from anyaccel.inference.checkpoints.packed_integers import common_value, group_size
 from anyaccel.inference.checkpoints.quantised_layout import (
     FLOATS,
@@ -108,7 +109,7 @@ class TorchAo(Layout):
         scales, zeros = self._levels(tensor.stem).astype("f4"), self._levels(tensor.stem, "zero_point")
         if tensor.bits == 4:
             octets = self.array(f"{tensor.stem}._weight_qdata", ("U8", "I8"))[chosen].view("u1")
-            q = numpy.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1) ^ 8  # without a sign
+            q = nibbles(octets) ^ 8  # without a sign
             scales, zeros = scales.T[chosen], zeros.T[chosen].astype("f4")
             shift = numpy.divide(zeros, scales, out=numpy.zeros_like(scales), where=scales != 0)
             return q, scales, 8 - shift

@@ -58,7 +58,7 @@ class DeviceWeights:
         self._orders = row_orders(spec)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         quantised: dict[str, tuple[tuple[int, int], tuple[str, int, bool]]] = {}
-        for name, rows, cols, kind, group, minimum, _superblocks in shapes["matrices"]:
+        for name, rows, cols, kind, group, minimum, _scales in shapes["matrices"]:
             if kind in DTYPES:
                 sizes[name] = (rows, cols), DTYPES[kind]
             else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks, TransposedBlocks
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
-from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix, row_index
+from anyaccel.inference.checkpoints.quantised_layout import Dequantised, QuantisedTensor, StoredMatrix, row_index
 from anyaccel.inference.checkpoints.sources import (
     BLOCKS,
     TensorView,
@@ -37,7 +37,7 @@ from anyaccel.inference.native.formats import (
 from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, slices, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
-from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format, ScaleKind
 from anyaccel.validation import error_text
 
 if TYPE_CHECKING:
@@ -65,19 +65,23 @@ class _Tensor:
     plus: float
     times: float
 
-    def superblocks(self, cols: range) -> TensorView | None:
-        """What `_llm` reads as it is, where these columns are superblocks."""
-        return self.tensor.superblocks(cols) if isinstance(self.tensor, GgufBlocks) and self.times == 1 else None
+    def with_own_scales(self, cols: range) -> tuple[ScaleKind, Any] | None:
+        """What `_llm` packs of these columns with the scales that they have, and of which kind these are."""
+        if self.times != 1 or not isinstance(self.tensor, GgufBlocks | QuantisedTensor):
+            return None
+        return self.tensor.with_own_scales(cols)
 
 
-def with_superblocks(shape: MatrixShape, parts: list[_Tensor], cols: range) -> tuple[MatrixShape, list[_Tensor]]:
-    """A matrix and its parts as `_llm` reads them, which are one type of superblocks; else they are as they were."""
-    views = [each.superblocks(cols) for each in parts]
+def with_own_scales(shape: MatrixShape, parts: list[_Tensor], cols: range) -> tuple[MatrixShape, list[_Tensor]]:
+    """A matrix and its parts as `_llm` packs them, whose scales are of one kind; else they are as they were."""
     own = {stored_format(each.tensor, cols) for each in parts}
-    if None in views or own != {(shape.format, shape.group, shape.minimum)}:
+    found = [each.with_own_scales(cols) for each in parts]
+    kept = [replace(part, tensor=each[1]) for part, each in zip(parts, found, strict=True) if each]
+    kinds = {each[0] for each in found if each}
+    same = own == {(shape.format, shape.group, shape.minimum)} and len(kinds) == 1 and len(kept) == len(parts)
+    if shape.format not in QUANTISED or not same:
         return shape, parts
-    kept = [replace(each, tensor=view) for each, view in zip(parts, views, strict=True)]
-    return replace(shape, superblocks=True), kept
+    return replace(shape, scales=kinds.pop()), kept
 
 
 _Chunk = tuple[_Tensor, Rows, Callable[[], Any]]
@@ -130,6 +134,7 @@ class Plan:
                 found[shape.name] = self._find(shape.name, shape.rows, shape.cols)
             else:
                 found[shape.name] = self._find(shape.name, shape.count, None)
+        self._all_used = checkpoint.check_all_used is not None
         if checkpoint.check_all_used is not None:
             checkpoint.check_all_used(part.name for parts in found.values() for part in parts)
         self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
@@ -190,9 +195,10 @@ class Plan:
     def unread(self) -> list[str]:
         """Weights of the decoder's layers that the configuration does not know: unexpected ones.
 
-        Those of a layer that drafts are not, whether it is used or not.
+        Those of a layer that drafts are not, whether it is used or not. Nor has a GGUF file any, whose tensors are
+        checked already and may have several names here.
         """
-        if self.whole.hidden_inputs is not None:
+        if self.whole.hidden_inputs is not None or self._all_used:
             return []
         found = [part.name for name, parts in self._parts.items() if name.startswith("layers.") for part in parts]
         layers = re.split(r"\d", found[0], maxsplit=1)[0]
@@ -217,11 +223,11 @@ class Plan:
         return choose(shape, precision, [stored_format(each.tensor, cols) for each in self._parts[shape.name]])
 
     def fit_to_llm(self, precision: Precision) -> None:
-        """Have matrices in forms that only `_llm` has: superblocks as they are, values in a format of their own."""
+        """Have matrices in forms that only `_llm` has: scales as they are stored, values in a format of their own."""
         self.matrices = [own for shape in self.matrices for own in self._divided(shape, precision)]
         for number, shape in enumerate(self.matrices):
             cols = self._slice(shape.name).cols or range(shape.cols)
-            self.matrices[number], self._parts[shape.name] = with_superblocks(shape, self._parts[shape.name], cols)
+            self.matrices[number], self._parts[shape.name] = with_own_scales(shape, self._parts[shape.name], cols)
 
     def _divided(self, shape: MatrixShape, precision: Precision) -> list[MatrixShape]:
         """`qkv` without its values, and these, where a format that holds both would be larger than each one's own."""
@@ -362,14 +368,16 @@ class Plan:
     def _chunks(self, shape: MatrixShape, cols: range, threads: ThreadPoolExecutor, most: int) -> Iterator[_Chunk]:
         """Tensors, rows of them, and a function that returns these rows' values where they have to be converted.
 
-        Rows of GGUF's blocks are converted in threads, ahead of those that are packed: numpy lets go of Python's lock.
+        Rows of quantised tensors are converted in threads, ahead of what is packed: numpy lets go of Python's lock.
         """
         waiting: deque[_Chunk] = deque()
         at = 0
         for part, rows in self._row_slices(shape.name):
             for chunk in _chunks(part, rows, at):
                 convert = functools.partial(_converted, shape, part, chunk, cols)
-                ahead = threads.submit(convert).result if isinstance(part.tensor, GgufBlocks) else convert
+                ahead = (
+                    threads.submit(convert).result if isinstance(part.tensor, GgufBlocks | QuantisedTensor) else convert
+                )
                 waiting.append((part, chunk, ahead))
                 at += len(chunk)
                 if len(waiting) > most:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from anyaccel.inference.spec.packed_formats import ScaleKind
+
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai", "xielu"]
 
@@ -546,7 +548,7 @@ class MatrixShape:
 
     Attributes:
         format, group, minimum: see `packed_formats`.
-        superblocks: scales and minima are bytes, times a half of 256 columns.
+        scales: see `packed_formats.ScaleKind`.
     """
 
     name: str
@@ -555,11 +557,11 @@ class MatrixShape:
     format: str = "bf16"
     group: int = 0
     minimum: bool = False
-    superblocks: bool = False
+    scales: ScaleKind = "halves"
 
-    def entry(self) -> tuple[str, int, int, str, int, bool, bool]:
+    def entry(self) -> tuple[str, int, int, str, int, bool, str]:
         """The shape as `_llm.DecoderModel` takes it."""
-        return (self.name, self.rows, self.cols, self.format, self.group, self.minimum, self.superblocks)
+        return (self.name, self.rows, self.cols, self.format, self.group, self.minimum, self.scales)
 
 
 @dataclass(frozen=True)

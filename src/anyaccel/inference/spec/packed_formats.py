@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Format = tuple[str, int, bool]  # of `_llm`: format, group (0: all columns), whether groups have a minimum
+# What scales of groups are: halves; bytes (so are minima) times a half of 256 columns, as in GGUF's K types; powers of
+# two, as in MXFP4.
+ScaleKind = Literal["halves", "superblocks", "powers"]
 
 _SCALE_BITS = 16  # of a group's scale, and of its minimum
 
