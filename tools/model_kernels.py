@@ -9,7 +9,7 @@ many cycles it takes where everything is in the L1 cache. What that says: how fa
   python tools/model_kernels.py                    print the tables
   python tools/model_kernels.py --write            put them into benchmarks/results/modelled.md
   python tools/model_kernels.py --loop "int4, 1 token" --variant avx512_vnni    a loop, and all that llvm-mca says
-  python tools/model_kernels.py --peer iqk_gemm_legacy_quants.cpp.o --functions "mul_mat_q4_0_r8"    another's loops
+  python tools/model_kernels.py --peer OBJECT --functions "mul_mat_q4_0_r8"    loops of another engine
 """
 
 from __future__ import annotations
