@@ -161,66 +161,6 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit
         )
 
 
-class _Sampler:
-    """Chooses the next token on rank 0 and tells the others.
-
-    Rank 0 alone decides, so rounding that differs between ranks can never make them generate different texts.
-    """
-
-    def __init__(self, engine: InferenceEngine, sampling: SamplingOptions) -> None:
-        import torch
-
-        self._engine = engine
-        self._sampling = sampling
-        self._generator = torch.Generator().manual_seed(sampling.seed)
-
-    def next(self, logits_V: torch.Tensor, history: list[int]) -> torch.Tensor:
-        """The next token id, shape [1], on the engine's device.
-
-        Raises:
-            ModelError: the logits are not finite; on every rank.
-        """
-        import torch
-
-        from anyaccel import comm
-
-        engine = self._engine
-        token = torch.full((1,), -1, dtype=torch.int64)
-        if engine.tp_rank == 0:
-            logits_V = logits_V.to("cpu", torch.float32, copy=True)
-            if bool(torch.isfinite(logits_V.amax())):
-                token = self._choose(logits_V, torch.tensor(history))
-        token = token.to(engine.device)
-        if engine.tp_size > 1:
-            comm.inference_broadcast(token, group=engine.group)
-        if int(token) < 0:
-            raise logits_error(engine.dtype)
-        return token
-
-    def _choose(self, logits_V: torch.Tensor, history_T: torch.Tensor) -> torch.Tensor:
-        """Greedy at temperature 0, else by top-k, nucleus (Holtzman et al., 2020) and min-p, in this order."""
-        import torch
-
-        how = self._sampling
-        if how.repetition_penalty != 1:  # Keskar et al., 2019
-            seen = logits_V[history_T]
-            logits_V[history_T] = torch.where(seen < 0, seen * how.repetition_penalty, seen / how.repetition_penalty)
-        if how.temperature < LEAST_TEMPERATURE:
-            return logits_V.argmax(dim=-1, keepdim=True)
-        # Subtracting the largest first keeps tiny temperatures finite.
-        logits_V = (logits_V - logits_V.amax()) / how.temperature
-        if 0 < how.top_k < logits_V.numel():
-            logits_V[logits_V < logits_V.topk(how.top_k).values[-1]] = -torch.inf
-        probabilities_V = torch.softmax(logits_V, dim=-1)
-        if how.top_p < 1:
-            ordered_V, order_V = probabilities_V.sort(descending=True)
-            # Keep a token while those before it have not reached top_p; the first always stays.
-            ordered_V[ordered_V.cumsum(0) - ordered_V >= how.top_p] = 0
-            probabilities_V = torch.zeros_like(probabilities_V).scatter_(0, order_V, ordered_V)
-        probabilities_V[probabilities_V < how.min_p * probabilities_V.amax()] = 0
-        return torch.multinomial(probabilities_V, 1, generator=self._generator)
-
-
 def generate_tokens(
     engine: InferenceEngine,
     input_ids: torch.Tensor | Sequence[int],
@@ -262,11 +202,26 @@ def generate_tokens(
     check_prompt(ids, max_new_tokens, vocabulary, limit)
     result = Generation() if result is None else result
     result.prompt_tokens = len(ids)
-    if engine.native is not None:
-        check_memory(engine.native, [len(ids)], 1, max_new_tokens)
-        options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(end_tokens_of(engine))}
-        return native_steps(engine.native, ids, options, result)
-    return _steps(engine, ids, max_new_tokens, _Sampler(engine, sampling), result)
+    native = engine.native
+    if native is not None:
+        check_memory(native, [len(ids)], 1, max_new_tokens)
+    else:
+        native = _of_own_code(engine, max_new_tokens)
+    options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(end_tokens_of(engine))}
+    return native_steps(native, ids, options, result)
+
+
+def _of_own_code(engine: InferenceEngine, max_new_tokens: int) -> NativeModel:
+    """What computes one answer of an engine on its model's own code, on all of its ranks."""
+    from anyaccel import _llm
+    from anyaccel.inference.generic.executor import AnswerExecutor
+    from anyaccel.inference.native.runtime import NativeModel
+    from anyaccel.inference.spec.decoder import DecoderSpec
+
+    spec = DecoderSpec(sizes_of(engine)[0], 1, (), None)
+    executor: Any = AnswerExecutor(engine.module, engine.group if engine.tp_size > 1 else None, max_new_tokens)
+    model = _llm.ExternalModel(spec, executor)
+    return NativeModel(model, spec, spec, {}, {}, engine.settings.dtype, {}, runtime=engine.runtime)
 
 
 def _one_prompt(input_ids: Any) -> list[int]:
@@ -328,23 +283,3 @@ def end_tokens_of(engine: InferenceEngine) -> set[int]:
     if configured is None:
         return set()
     return {configured} if isinstance(configured, int) else set(configured)
-
-
-def _steps(
-    engine: InferenceEngine, ids: list[int], max_new_tokens: int, sampler: _Sampler, result: Generation
-) -> Iterator[int]:
-    import torch
-
-    from anyaccel.inference.generic.steps import TorchSequence
-
-    ends = end_tokens_of(engine)
-    sequence = TorchSequence(engine.module, torch.tensor([ids], device=engine.device), max_new_tokens)
-    result.begin()
-    token: torch.Tensor | None = None
-    for _ in range(max_new_tokens):
-        with torch.inference_mode():
-            token = sampler.next(sequence.logits(token), ids + result.tokens)
-        result.add(int(token))
-        yield result.tokens[-1]
-        if result.tokens[-1] in ends:
-            return

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import anyaccel
+import family_cases
 from anyaccel.errors import UsageError
 from anyaccel.inference import generate_tokens
 
@@ -77,6 +78,43 @@ def test_tokens_are_those_of_transformers(name: str, runtime: str) -> None:
     assert len(set(answer)) > 1 or name in ("xlm", "xlnet")  # these see the same last token in each step
     engine = anyaccel.init_inference(_build(name), dtype="fp32", runtime=runtime)
     assert list(generate_tokens(engine, IDS, max_new_tokens=9)) == answer
+
+
+def test_a_model_with_an_encoder_answers_its_prompt() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "decoder_start_token_id": 0}
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**_TINY, **sizes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.4)
+        return model.eval()
+
+    want = build().generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=9, do_sample=False)[0, 1:].tolist()
+    engine = anyaccel.init_inference(build(), dtype="fp32", runtime="torch")
+    assert list(generate_tokens(engine, IDS, max_new_tokens=9)) == want
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 1.2, "top_p": 0.9, "top_k": 20}, {"temperature": 0.8, "min_p": 0.02, "repetition_penalty": 1.3}],
+)
+def test_every_runtime_draws_the_same_tokens(how: dict[str, Any]) -> None:
+    found = [
+        list(
+            generate_tokens(
+                anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime=runtime),
+                IDS,
+                max_new_tokens=12,
+                seed=7,
+                **how,
+            )
+        )
+        for runtime in ("native", "torch", "plain")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) > 3
 
 
 def test_a_model_without_generate_is_named() -> None:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from anyaccel import comm
 from anyaccel.errors import ModelError
 from anyaccel.inference.device.sampling import Pick, choose
 from anyaccel.inference.generic.pages import LayerShape, Pages, Pattern, pattern_of
@@ -68,7 +69,7 @@ class _Executor:
         self.token_bytes = 1
         self.device = next(module.parameters()).device
         config = module.config.get_text_config()
-        self._widths = (config.vocab_size, config.hidden_size)  # of the rows that `_llm` has room for
+        self._widths = (config.vocab_size, getattr(config, "hidden_size", 1))  # of the rows that `_llm` has room for
 
     def run(
         self,
@@ -613,3 +614,51 @@ class OneByOneExecutor(_Executor):
         own.state = state if self.keeps_states else None
         count = len(tokens)
         return output.logits[0, -count:], output.hidden_states[-1][0, -count:] if hidden else None
+
+
+# One answer -----------------------------------------------------------------------------------------------
+
+
+class AnswerExecutor(_Executor):
+    """One prompt and its answer, token by token, by all that transformers' `generate` does between them.
+
+    So models answer here that read their prompt with an encoder, and what a generation_config demands of the logits
+    holds. All ranks choose by rank 0's logits: rounding that differs between them can never give different texts.
+    """
+
+    used_bytes = reserved_bytes = 0
+
+    def __init__(self, module: Any, group: Any, max_new_tokens: int) -> None:
+        super().__init__(module, 1 << 40, 0)
+        self.most_tokens = 1 << 30
+        self._widths = (self._widths[0], 1)
+        self._group = group
+        self._max_new_tokens = max_new_tokens
+        self._sequence: TorchSequence | None = None
+
+    def change(self, sequence: int, of: int, length: int) -> None:
+        """Does nothing: there is one sequence, which only grows."""
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Does nothing: the model's own cache grows."""
+
+    def clear(self, sequence: int) -> None:
+        """Does nothing: the sequence ends with this object."""
+
+    def compute(
+        self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ((_, start, tokens, _),) = segments
+        if start == 0:
+            ids_BT = torch.tensor([tokens], device=self.device)
+            self._sequence = TorchSequence(self.module, ids_BT, self._max_new_tokens)
+            logits_V = self._sequence.logits()
+        else:
+            assert self._sequence is not None
+            logits_V = self._sequence.logits(torch.tensor(tokens, device=self.device))
+        vocabulary, count = self._widths[0], logits_V.numel()
+        # Some models have rows for tokens that their vocabulary has not.
+        logits_V = nn.functional.pad(logits_V, (0, vocabulary - count), value=float("-inf")).contiguous()
+        if self._group is not None:
+            comm.inference_broadcast(logits_V, group=self._group)
+        return logits_V[None].cpu(), None

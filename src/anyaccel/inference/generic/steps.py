@@ -54,6 +54,7 @@ class TorchSequence:
         for name in ("stopping_criteria", "generation_config", "synced_gpus", "streamer"):
             prepared.pop(name, None)
         self._inputs = prepared
+        self._ids_BT = input_ids  # behind an encoder for the prompt: what the decoder begins with
         self._rules = logits_processor
         return input_ids
 
@@ -63,6 +64,8 @@ class TorchSequence:
     def append(self, tokens_T: torch.Tensor) -> None:
         """Add what follows the sequence so far, for the next step."""
         self._ids_BT = torch.cat([self._ids_BT, tokens_T[None]], dim=1)
+        if self._module.config.is_encoder_decoder:
+            return  # the mask is of the prompt
         # transformers has made these ready for one more token; several have come.
         mask_BT, positions_BT = self._inputs.get("attention_mask"), self._inputs.get("position_ids")
         if mask_BT is not None and mask_BT.dim() == 2:
