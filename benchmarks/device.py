@@ -5,18 +5,24 @@ Kernels are the operators that torch dispatches in a step of one token, without 
 with four and with two layers: half the difference is a layer's. They stand for speed where no device is at hand, since
 at batch 1 most accelerators wait for launches. With --speed, decoding is timed on `get_accelerator()`, in turns, beside
 Hugging Face as it is, with a static cache, and compiled (mode reduce-overhead), with the share of the memory bandwidth
-that reading all weights for each token takes, where --bandwidth gives what the device has. On a GPU with 80 GB:
+that reading all weights for each token takes. On a GPU with 80 GB:
 
     benchmarks/device.py --speed 8b --quantised int8 int4 --bandwidth 3350
+
+device_all.py runs this and all else that a device is needed for.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +121,7 @@ def kernels_of(kind: str, layers: int, dtype: str) -> dict[str, int]:
     return found
 
 
-def launches(dtype: str, json: bool) -> int:
+def launches(dtype: str, as_json: bool) -> int:
     rows, worst, results = [], 0.0, {}
     for kind in MODELS:
         small, large = kernels_of(kind, 2, dtype), kernels_of(kind, 4, dtype)
@@ -124,7 +130,7 @@ def launches(dtype: str, json: bool) -> int:
         results[kind] = a_layer
         rows.append([kind, *(f"{a_layer[name]:g} ({large[name]})" for name in CONTENDERS)])
         rows[-1].append(f"{a_layer['device'] / a_layer['eager']:.2f}")
-    if json:
+    if as_json:
         emit_json({"kernels a layer a token": results, "dtype": dtype})
     else:
         print(table([f"kernels a layer in {dtype} (a step of 4 layers)", *CONTENDERS, "of eager"], rows))
@@ -132,35 +138,101 @@ def launches(dtype: str, json: bool) -> int:
     return 0
 
 
-def speed(
-    size: str, dtype: str, forms: list[str], tokens: int, batches: list[int], bandwidth: float, json: bool
-) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What --speed measures. `cases`: (sequences, tokens of each one's prompt, tokens of its answer)."""
+
+    size: str
+    dtype: str
+    forms: Sequence[str]
+    cases: Sequence[tuple[int, int, int]]
+    bandwidth: float  # GB/s; 0: what a copy of the device's memory reads and writes
+    record: Path | None  # JSON lines, a line a measurement; those that are there are not measured again
+
+
+def random_llama(size: str, dtype: str) -> Any:
+    """On the accelerator: a host draws 8 B random numbers for minutes."""
     import transformers
 
     import anyaccel
-    from anyaccel._llm import Request
 
     hidden, wide, layers, heads, kv_heads, vocabulary = SIZES[size]
     values = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 16384}
+    with torch.device(anyaccel.get_accelerator().current_device_name()):
+        config = transformers.LlamaConfig(**values)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+
+
+def copy_bandwidth(accelerator: Any) -> float:
+    """Bytes a second that a copy within the device's memory reads and writes; the best of ten."""
+    count = (1 << 30) if accelerator.device_name() != "cpu" else (1 << 26)
+    source = torch.ones(count, dtype=torch.uint8, device=accelerator.device())
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(10):
+        accelerator.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        accelerator.synchronize()
+        best = max(best, 2 * count / (time.perf_counter() - begin))
+    return best
+
+
+def speed(run: Run, as_json: bool) -> None:
+    import anyaccel
+
     accelerator = anyaccel.get_accelerator()
+    results = recorded(run)
+    done = {each["case"] for each in results}
+    if missing := [case for case in run.cases if repr(list(case)) not in done]:
+        measure_speed(run, missing, results, accelerator)
+    if as_json:
+        emit_json({"size": run.size, "dtype": run.dtype, "device": accelerator.device_name(), "results": results})
+        return
+    rows = [
+        [
+            f"{each['contender']}, {each['batch']} x {each['prompt']}",
+            *(f"{each[name]:.1f}" for name in ("prompt tokens/s", "tokens/s")),
+            f"{each['ms a step']:.2f}",
+            f"{each['of bandwidth']:.0%}",
+            f"{each['memory GB']:.2f}",
+        ]
+        for each in results
+    ]
+    head = [f"{run.size} {run.dtype} on {accelerator.device_name()}, sequences x prompt", "prompts: tokens/s"]
+    print(table([*head, "answers: tokens/s", "ms a step", "of bandwidth", "memory, GB"], rows))
+
+
+def recorded(run: Run) -> list[dict[str, Any]]:
+    if run.record is None or not run.record.exists():
+        return []
+    told = [json.loads(line) for line in run.record.read_text().splitlines()]
+    return [each for each in told if (each.get("size"), each.get("dtype")) == (run.size, run.dtype)]
+
+
+def measure_speed(
+    run: Run, cases: Sequence[tuple[int, int, int]], results: list[dict[str, Any]], accelerator: Any
+) -> None:
+    import anyaccel
+    from anyaccel._llm import Request
+
     device = accelerator.device()
-    with torch.device(accelerator.current_device_name()):  # a host draws 8 B random numbers for minutes
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.LlamaConfig(**values), dtype=DTYPES[dtype]
-        ).eval()
+    bandwidth = run.bandwidth * 1e9 or copy_bandwidth(accelerator)
+    model = random_llama(run.size, run.dtype)
     weight_bytes = sum(each.nbytes for each in model.parameters())
-    results = []
+    own_memory = {"HF": weight_bytes}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         model.to(device)
-        engines = {
-            form: anyaccel.init_inference(folder, dtype=form, runtime="device", cache_bytes=4 << 30)
-            for form in (dtype, *forms)
-        }
+        engines = {}
+        for form in (run.dtype, *run.forms):
+            before = accelerator.memory_allocated() or 0
+            engines[form] = anyaccel.init_inference(folder, dtype=form, runtime="device", cache_bytes=4 << 30)
+            own_memory[form] = (accelerator.memory_allocated() or 0) - before
         compiled = torch.compile(model, mode="reduce-overhead")
-        for batch in batches:
-            ids = torch.randint(3, 1000, (batch, PROMPT))
+        for batch, prompt, new in cases:
+            ids = torch.randint(3, 1000, (batch, prompt))
 
             def ours(form: str, count: int, ids: torch.Tensor = ids) -> None:
                 model = engines[form].native.model
@@ -177,33 +249,26 @@ def speed(
                 **{f"device {form}": functools.partial(ours, form) for form in engines},
                 "HF eager": functools.partial(theirs, model, {}),
                 "HF static": functools.partial(theirs, model, static),
-                "HF compiled": functools.partial(theirs, compiled, static),
             }
-            for name, (prompt_s, step_s) in measured(contenders, tokens, accelerator).items():
-                read = engines[name.split()[1]].native.model.weight_bytes if name.startswith("device") else weight_bytes
-                each = {"contender": name, "batch": batch, "tokens/s": batch / step_s, "ms a step": step_s * 1e3}
-                each["prompt tokens/s"] = batch * PROMPT / prompt_s
-                if bandwidth:
-                    each["of bandwidth"] = read / step_s / (bandwidth * 1e9)
+            if batch == 1 and prompt == PROMPT:  # each other shape would be compiled for a minute
+                contenders["HF compiled"] = functools.partial(theirs, compiled, static)
+            for name, (prompt_s, step_s, peak) in measured(contenders, new, accelerator).items():
+                of_device = name.startswith("device")
+                read = engines[name.split()[1]].native.model.weight_bytes if of_device else weight_bytes
+                each = {"size": run.size, "dtype": run.dtype, "case": repr([batch, prompt, new]), "contender": name}
+                each |= {"batch": batch, "prompt": prompt, "tokens/s": batch / step_s, "ms a step": step_s * 1e3}
+                each["prompt tokens/s"] = batch * prompt / prompt_s
+                each["of bandwidth"] = read / step_s / bandwidth
+                each["memory GB"] = (own_memory[name.split()[1] if of_device else "HF"] + peak) / 1e9
                 results.append(each)
-    if json:
-        emit_json({"size": size, "dtype": dtype, "device": accelerator.device_name(), "results": results})
-        return
-    rows = [
-        [
-            f"{each['contender']}, batch {each['batch']}",
-            *(f"{each[name]:.1f}" for name in ("prompt tokens/s", "tokens/s")),
-            f"{each['ms a step']:.2f}",
-            f"{each['of bandwidth']:.0%}" if bandwidth else "-",
-        ]
-        for each in results
-    ]
-    head = [f"{size} {dtype} on {accelerator.device_name()}", f"prompts of {PROMPT}: tokens/s", "answers: tokens/s"]
-    print(table([*head, "ms a step", "of bandwidth"], rows))
+                if run.record is not None:
+                    with run.record.open("a") as file:
+                        file.write(json.dumps(each) + "\n")
 
 
-def measured(contenders: dict[str, Any], tokens: int, accelerator: Any) -> dict[str, tuple[float, float]]:
-    """Seconds that the prompts take with their first token, and those of a step after it; the median of ROUNDS.
+def measured(contenders: dict[str, Any], tokens: int, accelerator: Any) -> dict[str, tuple[float, float, int]]:
+    """Seconds that the prompts take with their first token, and those of a step after it, as medians of ROUNDS; and the
+    most bytes that a run had beside what was there before.
 
     The contenders take turns, so that what slows the machine for a while is nobody's alone. A first turn, in which
     graphs are captured and code is compiled, does not count. One that cannot run is named and left out.
@@ -211,9 +276,12 @@ def measured(contenders: dict[str, Any], tokens: int, accelerator: Any) -> dict[
     from anyaccel.errors import AnyAccelError
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    peaks = dict.fromkeys(contenders, 0)
     for turn in range(1 + ROUNDS):
         for name in list(times):
             both = []
+            accelerator.reset_peak_memory_stats()
+            before = accelerator.memory_allocated() or 0
             try:
                 for count in (1, tokens + 1):
                     accelerator.synchronize()
@@ -225,10 +293,11 @@ def measured(contenders: dict[str, Any], tokens: int, accelerator: Any) -> dict[
                 note(f"{name} does not run here: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 del times[name]
                 continue
+            peaks[name] = max(peaks[name], (accelerator.max_memory_allocated() or 0) - before)
             if turn:
                 times[name].append((both[0], (both[1] - both[0]) / tokens))
     return {
-        name: (median([prompt for prompt, _ in each]), median([step for _, step in each]))
+        name: (median([prompt for prompt, _ in each]), median([step for _, step in each]), peaks[name])
         for name, each in times.items()
     }
 
@@ -240,7 +309,9 @@ def main() -> int:
     parser.add_argument("--quantised", choices=("int8", "int4"), nargs="*", default=[], help="of ours, beside it")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
-    parser.add_argument("--bandwidth", type=float, default=0, help="of the device's memory, GB/s")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="further prompts, of one sequence")
+    parser.add_argument("--bandwidth", type=float, default=0, help="of the device's memory, GB/s (default: a copy's)")
+    parser.add_argument("--record", type=Path, help="JSON lines that measurements are added to, and not made again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     from transformers.utils import logging
@@ -249,15 +320,10 @@ def main() -> int:
     logging.disable_progress_bar()
     note(machine())
     if options.speed:
-        speed(
-            options.speed,
-            options.dtype or "bf16",
-            options.quantised,
-            options.tokens,
-            options.batch,
-            options.bandwidth,
-            options.json,
-        )
+        cases = [(batch, PROMPT, options.tokens) for batch in options.batch]
+        cases += [(1, prompt, min(options.tokens, 16)) for prompt in options.prompts]
+        dtype = options.dtype or "bf16"
+        speed(Run(options.speed, dtype, options.quantised, cases, options.bandwidth, options.record), options.json)
         return 0
     return launches(options.dtype or "fp32", options.json)
 

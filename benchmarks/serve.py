@@ -63,8 +63,8 @@ class Contender:
     more: dict[str, str] = field(default_factory=dict)
 
 
-def ours(model: str, dtype: str, threads: int) -> Contender:
-    words = [sys.executable, "-m", "anyaccel", "serve", "--model", model, "--dtype", dtype]
+def ours(model: str, dtype: str, threads: int, runtime: str) -> Contender:
+    words = [sys.executable, "-m", "anyaccel", "serve", "--model", model, "--dtype", dtype, "--runtime", runtime]
     words += ["--threads", str(threads), "--port", "PORT", "--log-level", "warning", "-q"]
     return Contender("anyaccel", words)
 
@@ -409,6 +409,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", help="Hugging Face folder or .gguf file; default: SmolLM2-135M-Instruct")
     add("--dtype", default="bf16")
+    add("--runtime", default="auto", help="of ours, as for `anyaccel serve` (default: auto)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--peer", action="append", default=[], metavar="NAME=PROGRAM:MODEL", help="llama.cpp=..., vllm=...")
     add("--clients", type=int, nargs="+", default=[1, 8, 32])
@@ -421,7 +422,7 @@ def main() -> int:
     from anyaccel.inference.checkpoints.model_path import default_model_file
 
     options.model = str(options.model or default_model_file())
-    contenders = [ours(options.model, options.dtype, options.threads)]
+    contenders = [ours(options.model, options.dtype, options.threads, options.runtime)]
     contenders += [peer(text, options.threads, max(options.clients)) for text in options.peer]
     found = measure(options, contenders)
     if options.json:

@@ -16,10 +16,14 @@ RULE = Rule(
     tier=Tier.SAFE,
     why="`pin_memory(x)` gives the tensor itself where the device has no use for page-locked memory, and "
     "torch raises an error. `pin_memory=True` of a DataLoader is only a warning there, and stays.",
-    before="x = torch.randn(2).pin_memory()\ny = torch.empty(2, pin_memory=True)",
+    before="""\
+x = torch.randn(2).pin_memory()
+y = torch.empty(2, pin_memory=True)
+z = torch.empty(2, pin_memory=pinned)""",
     after="""\
 x = get_accelerator().pin_memory(torch.randn(2))
-y = torch.empty(2, pin_memory=get_accelerator().device_name() != "cpu")""",
+y = torch.empty(2, pin_memory=get_accelerator().device_name() != "cpu")
+z = torch.empty(2, pin_memory=pinned and get_accelerator().device_name() != "cpu")""",
 )
 
 
@@ -38,6 +42,18 @@ def find(module: Module, node: cst.Call) -> Iterator[Match]:
         ):
             for arg in args:
                 match arg:
-                    case cst.Arg(keyword=cst.Name("pin_memory"), value=cst.Name("True") as value):
-                        edit = module.replace(value, f'{module.method("device_name")} != "cpu"')
-                        yield Match(value, "`pin_memory=True`; use it where there is a device", (edit,))
+                    case cst.Arg(keyword=cst.Name("pin_memory"), value=value):
+                        yield from _argument(module, value)
+
+
+def _argument(module: Module, value: cst.BaseExpression) -> Iterator[Match]:
+    condition = f'{module.method("device_name")} != "cpu"'
+    match value:
+        case cst.Name("False" | "None"):
+            return
+        case cst.Name("True"):
+            yield Match(value, "`pin_memory=True`; use it where there is a device", (module.replace(value, condition),))
+        case cst.Name() | cst.Attribute() | cst.Call():
+            end = module.end(value)
+            message = f"`pin_memory={module.code(value)}`; use it where there is a device"
+            yield Match(value, message, (Edit(end, end, f" and {condition}"),))
