@@ -184,18 +184,19 @@ wheels: .venv-wheels/.stamp-model ## the sdist and manylinux wheels of x86_64 an
 	.venv-wheels/bin/python tools/try_wheels.py dist
 
 SOAK_SECONDS ?= 600
+SOAK_REQUESTS ?= 10000
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference
 	$(BIN)/python tools/soak_collectives.py --seconds $(SOAK_SECONDS)
 
-soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break off, ranks killed, for ten minutes (SOAK_SECONDS)
-	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
+soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under 10,000 requests of all APIs (SOAK_REQUESTS), clients that break off, ranks killed
+	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) --requests $(SOAK_REQUESTS) --tiny $(ARGS)
 
 page-libraries: ## renew what the chat page of anyaccel serve uses of npm's packages (tools/page_libraries/package.json has the versions)
 	npm ci --silent --prefix tools/page_libraries
 	node tools/page_libraries/build.mjs
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench .venv-clients .venv-agents .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients .venv-agents .venv-guidellm .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
@@ -232,7 +233,17 @@ bench-champions: $(STAMP)-dev $(STAMP)-build ## ours beside ik_llama.cpp and lla
 	  inspect-ai "smolagents[openai]" dspy
 	@touch $@
 
-serve-clients: .venv-clients/.stamp .venv-agents/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page
+# guidellm wants torch, and takes that of .venv instead of one for GPUs.
+.venv-guidellm/.stamp: $(STAMP)-build
+	$(PYTHON) -m venv .venv-guidellm
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	  > "$$(.venv-guidellm/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	.venv-guidellm/bin/python -m pip install -q guidellm
+	@touch $@
+
+serve-clients: .venv-clients/.stamp .venv-agents/.stamp .venv-guidellm/.stamp .venv-eval/.stamp ## ask a server with 22 clients, into the table of docs/serving.md (ARGS="NAME ...": some of them)
+	$(BIN)/python tools/serve_clients.py $(ARGS)
+	$(BIN)/python tools/pages.py serving
 
 # lm-evaluation-harness and vLLM's CPU build want versions of their own, and vLLM a gigabyte.
 .venv-eval/.stamp:

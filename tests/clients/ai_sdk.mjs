@@ -7,7 +7,7 @@ import { pathToFileURL } from "node:url";
 
 const there = createRequire(pathToFileURL(`${process.cwd()}/`));
 const load = (name) => import(pathToFileURL(there.resolve(name)));
-const { generateText, streamText, tool, stepCountIs } = await load("ai");
+const { generateObject, generateText, streamText, tool, stepCountIs } = await load("ai");
 const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
 const { z } = await load("zod");
 
@@ -27,3 +27,7 @@ const weather = tool({
 });
 const answer = await generateText({ ...given, prompt: "weather", tools: { weather }, stopWhen: stepCountIs(3) });
 assert.deepEqual([answer.text, cities], ["You said: weather", ["Paris"]]);
+
+const schema = z.object({ name: z.string(), age: z.number() });
+assert.deepEqual((await generateObject({ ...given, prompt: "person", schema })).object, { name: "Ann", age: 30 });
+console.log("did: answer stream tools structure");

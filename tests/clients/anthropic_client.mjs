@@ -26,3 +26,4 @@ const called = await client.messages.stream(asked).finalMessage();
 assert.deepEqual(called.content.map((block) => [block.type, block.name, block.input]), [["tool_use", "weather", { city: "Paris" }]]);
 assert.equal((await client.messages.countTokens({ model: "fake", messages: hello })).input_tokens > 5, true);
 await assert.rejects(client.messages.create({ ...given, model: "claude", messages: hello }), Anthropic.NotFoundError);
+console.log("did: answer stream tools");

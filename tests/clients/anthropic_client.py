@@ -75,6 +75,7 @@ def main() -> None:
     client = anthropic.Anthropic(base_url=sys.argv[1], api_key="sesame", max_retries=0)
     for part in (messages, tools, models, errors):
         part(client)
+    print("did: answer stream tools")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a server with libraries for agents, as their users write it: `python frameworks.py URL NAME...`.
+"""Asks a server with libraries for agents, as their users write it: `python frameworks.py URL NAME`.
 
 Run by tests/e2e/test_serve_clients.py with the Python of .venv-agents, against the fake engine: a whole answer, a
 stream where a library has them, and a call of a function whose result goes back.
@@ -11,6 +11,8 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+
+from pydantic import BaseModel
 
 KEY = "sesame"
 SAID = "You said: hello"
@@ -30,6 +32,16 @@ def weather(city: str) -> str:
 CITIES: list[str] = []
 
 
+class Person(BaseModel):
+    """What the server answers to "person"."""
+
+    name: str
+    age: int
+
+
+ANN = Person(name="Ann", age=30)
+
+
 def litellm(url: str) -> None:
     import litellm as library
 
@@ -41,6 +53,8 @@ def litellm(url: str) -> None:
     asked = {**given, "messages": [{"role": "user", "content": "weather"}], "tools": tools}
     (call,) = library.completion(**asked).choices[0].message.tool_calls
     assert call.function.name == "weather" and "Paris" in call.function.arguments
+    asked = {**given, "messages": [{"role": "user", "content": "person"}], "response_format": Person}
+    assert Person.model_validate_json(library.completion(**asked).choices[0].message.content) == ANN
     for provider, base in (("anthropic/fake", url), ("ollama_chat/fake", url)):
         made = library.completion(model=provider, api_base=base, api_key=KEY, messages=HELLO, max_tokens=50)
         assert made.choices[0].message.content == SAID, provider
@@ -49,7 +63,7 @@ def litellm(url: str) -> None:
 
 
 def pydantic_ai(url: str) -> None:
-    from pydantic_ai import Agent
+    from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -62,6 +76,7 @@ def pydantic_ai(url: str) -> None:
         return "".join(parts)
 
     assert asyncio.run(streamed()) == SAID
+    assert Agent(model, output_type=NativeOutput(Person)).run_sync("person").output == ANN
     assert Agent(model, tools=[weather]).run_sync("weather").output == "You said: weather"
     assert CITIES == ["Paris"]
 
@@ -83,6 +98,8 @@ def openai_agents(url: str) -> None:
         model = kind(model="fake", openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY))
         plain = Agent(name="a", model=model)
         assert Runner.run_sync(plain, "hello").final_output == SAID
+        typed = Agent(name="c", model=model, output_type=Person)
+        assert Runner.run_sync(typed, "person").final_output == ANN
         agent = Agent(name="b", model=model, tools=[function_tool(weather)])
         assert Runner.run_sync(agent, "weather").final_output == "You said: weather", kind
         assert CITIES == ["Paris"]
@@ -106,23 +123,39 @@ def llm(url: str) -> None:
     folder.mkdir(exist_ok=True)
     entry = (
         f"- model_id: ours\n  model_name: fake\n  api_base: {url}/v1\n  api_key_name: ours\n  supports_tools: true\n"
+        "  supports_schema: true\n"
     )
     (folder / "extra-openai-models.yaml").write_text(entry)
     model = library.get_model("ours")
     model.key = KEY
     assert model.prompt("hello", stream=False).text() == SAID
     assert "".join(model.prompt("hello", stream=True)) == SAID
+    made = model.prompt("person", schema=Person.model_json_schema(), stream=False).text()
+    assert Person.model_validate_json(made) == ANN
     assert model.chain("weather", tools=[weather], stream=False).text().endswith("You said: weather")
     assert CITIES == ["Paris"]
 
 
 def smolagents(url: str) -> None:
-    from smolagents import OpenAIModel
+    from smolagents import OpenAIModel, tool
 
     model = OpenAIModel(model_id="fake", api_base=f"{url}/v1", api_key=KEY)
     messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     assert model.generate(messages).content == SAID
     assert "".join(part.content or "" for part in model.generate_stream(messages)) == SAID
+
+    @tool
+    def weather(city: str) -> str:
+        """The weather in a city.
+
+        Args:
+            city: its name.
+        """
+        return city
+
+    messages[0]["content"][0]["text"] = "weather"
+    (call,) = model.generate(messages, tools_to_call_from=[weather]).tool_calls
+    assert call.function.name == "weather" and "Paris" in str(call.function.arguments)
 
 
 def dspy(url: str) -> None:
@@ -133,8 +166,9 @@ def dspy(url: str) -> None:
 
 
 def inspect_ai(url: str) -> None:
-    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+    from inspect_ai.model import ChatMessageUser, GenerateConfig, ResponseSchema, get_model
     from inspect_ai.tool import ToolInfo, ToolParams
+    from inspect_ai.util import json_schema
 
     async def asked() -> None:
         model = get_model(
@@ -146,16 +180,26 @@ def inspect_ai(url: str) -> None:
         made = await model.generate([ChatMessageUser(content="weather")], tools=[tool])
         (call,) = made.choices[0].message.tool_calls or []
         assert (call.function, call.arguments) == ("weather", {"city": "Paris"})
+        schema = ResponseSchema(name="person", json_schema=json_schema(Person))
+        made = await model.generate("person", config=GenerateConfig(response_schema=schema))
+        assert Person.model_validate_json(made.completion) == ANN
 
     asyncio.run(asked())
 
 
 ALL = {
-    each.__name__: each
-    for each in (litellm, pydantic_ai, openai_agents, llama_index, llm, smolagents, dspy, inspect_ai)
+    litellm: "answer stream tools structure embeddings",
+    pydantic_ai: "answer stream tools structure",
+    openai_agents: "answer tools structure",
+    llama_index: "answer stream",
+    llm: "answer stream tools structure",
+    smolagents: "answer stream tools",
+    dspy: "answer",
+    inspect_ai: "answer tools structure",
 }
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        ALL[name](sys.argv[1])
-        print(name, "answers")
+    for library, done in ALL.items():
+        if library.__name__ == sys.argv[2]:
+            library(sys.argv[1])
+            print("did:", done)

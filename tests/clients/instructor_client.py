@@ -60,6 +60,7 @@ def main() -> None:
                 max_retries=0,
             )
             assert isinstance(made, wanted), (name, made)
+    print("did: answer tools structure")
 
 
 if __name__ == "__main__":

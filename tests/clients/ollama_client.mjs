@@ -26,3 +26,8 @@ assert.equal((await client.embed({ model, input: "abc" })).embeddings[0][3], 3);
 assert.deepEqual((await client.list()).models.map((each) => each.name), ["fake"]);
 assert.ok((await client.show({ model })).capabilities.includes("completion"));
 await assert.rejects(client.chat({ model: "llama3", messages }), /no model 'llama3'/);
+
+const format = { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } } };
+const person = await client.chat({ model, messages: [{ role: "user", content: "person" }], format });
+assert.deepEqual(JSON.parse(person.message.content), { name: "Ann", age: 30 });
+console.log("did: answer stream tools structure embeddings");

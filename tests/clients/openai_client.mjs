@@ -24,6 +24,13 @@ const asked = {
 const [call] = (await client.chat.completions.stream(asked).finalChatCompletion()).choices[0].message.tool_calls;
 assert.deepEqual([call.function.name, JSON.parse(call.function.arguments)], ["weather", { city: "Paris" }]);
 
+const { zodResponseFormat } = there("openai/helpers/zod");
+const { z } = there("zod");
+const format = zodResponseFormat(z.object({ name: z.string(), age: z.number() }), "person");
+const person = { model: "fake", messages: [{ role: "user", content: "person" }], response_format: format };
+assert.deepEqual((await client.chat.completions.parse(person)).choices[0].message.parsed, { name: "Ann", age: 30 });
+
 assert.equal((await client.responses.create({ model: "fake", input: "hello" })).output_text, "You said: hello");
 assert.equal((await client.embeddings.create({ model: "fake", input: "ab" })).data[0].embedding[3], 2);
 await assert.rejects(client.chat.completions.create({ ...hello, model: "none" }), OpenAI.NotFoundError);
+console.log("did: answer stream tools structure embeddings");

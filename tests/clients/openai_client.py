@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import openai
+import pydantic
 
 
 def chats(client: openai.OpenAI) -> None:
@@ -39,6 +40,19 @@ def tools(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(**given) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.tool_calls[0].function.name == "weather"
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def structure(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "person"}]
+    made = client.chat.completions.parse(model="fake", messages=messages, response_format=Person)
+    assert made.choices[0].message.parsed == Person(name="Ann", age=30)
+    made = client.responses.parse(model="fake", input="person", text_format=Person)
+    assert made.output_parsed == Person(name="Ann", age=30)
 
 
 def completions(client: openai.OpenAI) -> None:
@@ -94,6 +108,7 @@ def chain(url: str) -> None:
     weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     (call,) = model.bind_tools([weather]).invoke("weather").tool_calls
     assert call["name"] == "weather" and call["args"] == {"city": "Paris"}
+    assert model.with_structured_output(Person).invoke("person") == Person(name="Ann", age=30)
     embeddings = OpenAIEmbeddings(base_url=url, api_key="sesame", model="fake", check_embedding_ctx_length=False)
     assert embeddings.embed_query("abc")[3] == 3.0
 
@@ -102,10 +117,11 @@ def main() -> None:
     """All of it."""
     url = f"{sys.argv[1]}/v1"
     client = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0)
-    for part in (chats, tools, completions, responses, embeddings, errors):
+    for part in () if sys.argv[2:] else (chats, tools, structure, completions, responses, embeddings, errors):
         part(client)
     if sys.argv[2:] == ["langchain"]:
         chain(url)
+    print("did: answer stream tools structure embeddings")
 
 
 if __name__ == "__main__":

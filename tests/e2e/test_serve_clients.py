@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other programs ask a server with: clients of its APIs, instructor, LangChain, schemathesis, a browser.
+"""What other programs ask a server with: the clients of tools/serve_clients.py, schemathesis, a browser.
 
 They are in environments of their own, which `make serve-clients` makes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import serve_clients
 from serve_command import Serving
 from serve_process import serving
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv-clients" / "bin"
-AGENTS = ROOT / ".venv-agents"
 CLIENTS = ROOT / "tests" / "clients"
 
 pytestmark = [
@@ -36,81 +37,24 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
-def test_openais_client_and_langchain() -> None:
-    with serving("--key", "sesame") as server:
-        run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
+TABLE = {each["client"]: each["did"] for each in json.loads(serve_clients.RESULT.read_text())}
 
 
-@pytest.mark.parametrize("script", ["openai_client.mjs", "ai_sdk.mjs", "anthropic_client.mjs", "ollama_client.mjs"])
-def test_clients_in_javascript(script: str) -> None:
-    if not (BIN.parent / "node_modules").is_dir():
-        pytest.skip("no npm when .venv-clients was made")
-    with serving("--key", "sesame") as server:
-        run("node", CLIENTS / script, server.url, cwd=BIN.parent)
-
-
-@pytest.mark.parametrize("script", ["anthropic_client.py", "ollama_client.py"])
-def test_clients_of_other_apis(script: str) -> None:
-    with serving("--key", "sesame") as server:
-        run(BIN / "python", CLIENTS / script, server.url)
-
-
-@pytest.mark.parametrize(
-    "library",
-    ["litellm", "pydantic_ai", "openai_agents", "llama_index", "llm", "smolagents", "dspy", "inspect_ai"],
-)
-def test_libraries_for_agents(library: str, tmp_path: Path) -> None:
-    if not (AGENTS / "bin" / "python").exists():
-        pytest.skip("no .venv-agents: make serve-clients")
-    environment = {
-        "HOME": str(tmp_path),
-        "LLM_USER_PATH": str(tmp_path / "llm"),
-        "DSPY_CACHEDIR": str(tmp_path / "dspy"),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of one from the network
-    }
-    with serving("--key", "sesame") as server:
-        said = run(
-            AGENTS / "bin" / "python", CLIENTS / "frameworks.py", server.url, library, cwd=tmp_path, **environment
-        )
-    assert said.endswith(f"{library} answers\n")
-
-
-def program(name: str) -> Path:
-    """A program of npm's packages."""
-    found = BIN.parent / "node_modules" / ".bin" / name
-    if not found.exists():
-        pytest.skip("no npm when .venv-clients was made")
-    return found
-
-
-def test_promptfoo(tmp_path: Path) -> None:
-    off = {"PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1", "PROMPTFOO_CONFIG_DIR": str(tmp_path)}
-    command = [program("promptfoo"), "eval", "--no-cache", "--no-progress-bar", "-c", CLIENTS / "promptfoo.yaml"]
-    with serving("--key", "sesame") as server:
-        said = run(*command, cwd=tmp_path, SERVER_URL=server.url, **off)
-    assert "1 passed" in said
-
-
-def test_claude_code(tmp_path: Path) -> None:
-    environment = {
-        "ANTHROPIC_AUTH_TOKEN": "sesame",
-        "ANTHROPIC_MODEL": "fake",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "fake",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "HOME": str(tmp_path),
-    }
-    with serving("--key", "sesame", "--context", "1000000") as server:
-        said = run(program("claude"), "-p", "hello", cwd=tmp_path, ANTHROPIC_BASE_URL=server.url, **environment)
-    assert "You said: " in said and "hello" in said
-
-
-def test_instructor_gets_its_objects() -> None:
-    pytest.importorskip("llguidance")
-    server = Serving()
-    try:
-        run(BIN / "python", CLIENTS / "instructor_client.py", server.url)
-    finally:
-        server.end()
+@pytest.mark.parametrize("client", serve_clients.CLIENTS, ids=lambda client: client.name)
+def test_clients_do_what_the_table_says(client: serve_clients.Client, tmp_path: Path) -> None:
+    if not serve_clients.is_installed(client):
+        pytest.skip(f"no {client.environment or 'npm'} for it: make serve-clients")
+    if client.model:
+        pytest.importorskip("llguidance")
+        real = Serving()
+        try:
+            did = serve_clients.ask(client, real.url, tmp_path)
+        finally:
+            real.end()
+    else:
+        with serving("--key", "sesame", "--context", "1000000") as server:
+            did = serve_clients.ask(client, server.url, tmp_path)
+    assert did == TABLE[client.name]
 
 
 def test_the_page_in_a_browser(tmp_path: Path) -> None:

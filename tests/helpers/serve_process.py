@@ -126,6 +126,8 @@ def _answer(request: object) -> str:
         return (_ROOT / "tests" / "data" / "answers" / "markdown.md").read_text()
     if asked == "weather" and "<tool>" not in text.rpartition("<user>")[2]:  # until its result is there
         return '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    if asked.startswith("person"):  # for clients that ask for an object
+        return '{"name": "Ann", "age": 30}'
     return text if asked == "prompt" else f"You said: {asked}"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/serving.md: formats of tool calls and of thoughts."""
+"""Writes the tables of docs/serving.md: formats of tool calls and of thoughts, and clients."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from anyaccel.serve.requests.reasoning import REASONING_FORMATS
 from anyaccel.serve.requests.tools.formats import FORMATS
 from generators import DOCS, fill
 
+FEATURES = ("answer", "stream", "tools", "structure", "embeddings")
 PAGE = DOCS / "serving.md"
 
 
@@ -33,7 +35,18 @@ def reasoning_formats() -> Iterator[str]:
         yield f"| `{form.name}` | {form.models} | {code(form.begin[0])} and {code(form.end[0])} |"
 
 
+def clients() -> Iterator[str]:
+    """What tools/serve_clients.py has found."""
+    yield "| client | package | answers | streams | tools | structure | embeddings |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for each in json.loads((DOCS / "data" / "serve_clients.json").read_text(encoding="utf-8")):
+        package = f"{each['package']} {each['version']}".strip() or "-"
+        marks = " | ".join("✓" if name in each["did"] else "" for name in FEATURES)
+        yield f"| {each['client']} | {package} | {marks} |"
+
+
 def files() -> dict[Path, str]:
     text = PAGE.read_text(encoding="utf-8")
     text = fill(text, "formats of tool calls", tool_formats())
-    return {PAGE: fill(text, "formats of thoughts", reasoning_formats())}
+    text = fill(text, "formats of thoughts", reasoning_formats())
+    return {PAGE: fill(text, "clients", clients())}
