@@ -80,6 +80,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "qwen3moe",
         {"expert_feed_forward_length": 32},
     ),
+    "qwen2vl": ("Qwen2", {}, "qwen2vl", {"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": ("Qwen3", {"head_dim": 32}, "qwen3vl", {"n_deepstack_layers": 3}),
+    "qwen3vlmoe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        "qwen3vlmoe",
+        {"expert_feed_forward_length": 32, "n_deepstack_layers": 3},
+    ),
     "gemma": ("Gemma", {"head_dim": 32}, "gemma", {}),
     "gemma2": (
         "Gemma2",
@@ -195,7 +203,8 @@ def write_gguf(path: Path, name: str, model: Any, kind: str = "F32") -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     for key, value in more.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add: Any = kinds[type(value)]
         add(f"{architecture}.{key}", value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(96)])

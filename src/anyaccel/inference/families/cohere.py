@@ -21,17 +21,21 @@ from anyaccel.inference.families.common import (
 from anyaccel.inference.families.deepseek import DEEPSEEK, shared_expert
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import (
+    GGUF_EXPERTS,
     GGUF_LLAMA,
     GGUF_MODULES,
     GGUF_QK_NORM,
+    GGUF_SHARED_EXPERTS,
     Architecture,
     Metadata,
     biases,
+    gguf_mixture,
     sliding_layers,
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
+from anyaccel.inference.spec.mapping import Unsupported
 
 
 def _cohere(config: Config, each_window: list[int], rotate: list[bool], qk_norm: QkNorm | None) -> DecoderSpec:
@@ -128,6 +132,22 @@ def gguf_cohere(values: Metadata, config: dict[str, Any]) -> None:
     config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
 
 
+def _gguf_cohere2_moe(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config)
+    if values.has("attention.layer_norm_rms_epsilon"):
+        config["rms_norm_eps"] = config.pop("layer_norm_eps")
+    config["intermediate_size"] = values.features("expert_feed_forward_length")
+    if values.has("feed_forward_length"):
+        config["prefix_dense_intermediate_size"] = values.count_where_present("feed_forward_length")
+    config["first_k_dense_replace"] = values.count("leading_dense_block_count", 0)
+    config["num_shared_experts"] = values.count("expert_shared_count", 0)
+    config["norm_topk_prob"] = values.get_bool("expert_weights_norm", False)
+    softmax = values.count("expert_gating_func", 1) == 1
+    config["expert_selection_fn"] = "softmax" if softmax else "sigmoid"
+    if softmax and not config["norm_topk_prob"]:
+        raise Unsupported(f"scores that are not divided by their sum ({values.where}expert_weights_norm)")
+
+
 FAMILIES = {
     "cohere": Family("Command-R, Aya", cohere, LLAMA, {**COHERE_DEFAULTS, "rope_theta": 500000.0}),
     "cohere2": Family(
@@ -162,5 +182,12 @@ ARCHITECTURES = {
     ),
     "cohere2": Architecture(
         "cohere2", GGUF_MODULES, GGUF_LLAMA, norm_eps="layer_norm_eps", extra=(biases, gguf_cohere, _gguf_cohere2)
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, **GGUF_EXPERTS, **GGUF_SHARED_EXPERTS},
+        norm_eps="layer_norm_eps",
+        extra=(biases, gguf_cohere, _gguf_cohere2, _gguf_cohere2_moe),
     ),
 }

@@ -257,7 +257,7 @@ def gguf_deepseek_experts(values: Metadata, config: dict[str, Any]) -> None:
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers
 
 
-def _gguf_deepseek(values: Metadata, config: dict[str, Any]) -> None:
+def gguf_latent(values: Metadata, config: dict[str, Any]) -> None:
     config["num_key_value_heads"] = values.heads
     config["qk_rope_head_dim"] = values.rotated
     config["qk_nope_head_dim"] = values.head_dim - values.rotated
@@ -266,6 +266,9 @@ def _gguf_deepseek(values: Metadata, config: dict[str, Any]) -> None:
     low_rank = values.has_tensor("blk.0.attn_q_a.weight")
     config["q_lora_rank"] = values.features("attention.q_lora_rank") if low_rank else None
     config.pop("head_dim")
+
+
+def _gguf_deepseek(values: Metadata, config: dict[str, Any]) -> None:
     biased = any(values.has_tensor(f"blk.{layer}.exp_probs_b.bias") for layer in range(values.layers))
     scoring = values.count("expert_gating_func", _SIGMOID if biased else _SOFTMAX, _SOFTMAX, _SIGMOID)
     if scoring == _SIGMOID:
@@ -278,6 +281,20 @@ GGUF_DEEPSEEK_EXPERTS = {
     **GGUF_EXPERTS,
     **GGUF_SHARED_EXPERTS,
     "=mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+GGUF_LATENT = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
 }
 GGUF_NEXTN = DraftLayer(
     "model.layers.{layer}.",
@@ -292,24 +309,9 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "deepseek_v2",
         GGUF_MODULES,
-        {
-            "input_layernorm": "attn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.q_a_proj": "attn_q_a",
-            "self_attn.q_a_layernorm": "attn_q_a_norm",
-            "self_attn.q_b_proj": "attn_q_b",
-            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-            "self_attn.kv_b_proj": "attn_kv_b",
-            "self_attn.k_b_proj": "attn_k_b",
-            "self_attn.v_b_proj": "attn_v_b",
-            "self_attn.o_proj": "attn_output",
-            "post_attention_layernorm": "ffn_norm",
-            **GGUF_GATED,
-            **GGUF_DEEPSEEK_EXPERTS,
-        },
+        {**GGUF_LATENT, **GGUF_GATED, **GGUF_DEEPSEEK_EXPERTS},
         latent=True,
-        extra=(gguf_deepseek_experts, _gguf_deepseek),
+        extra=(gguf_deepseek_experts, gguf_latent, _gguf_deepseek),
         others=("deepseek_v3",),
         draft=GGUF_NEXTN,
     ),

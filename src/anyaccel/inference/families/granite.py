@@ -27,12 +27,13 @@ from anyaccel.inference.families.gguf import (
     Metadata,
     biases,
     gguf_mixture,
+    sliding_layers,
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp, Moe, Norm, Rope
 from anyaccel.inference.spec.mapping import stacked
-from anyaccel.validation import check_number
+from anyaccel.validation import check_bool, check_number
 
 
 def _granite(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], logits_scale: float) -> DecoderSpec:
@@ -173,6 +174,15 @@ def _gguf_granite_moe(values: Metadata, config: dict[str, Any]) -> None:
         config["shared_intermediate_size"] = values.shape("blk.0.ffn_gate_shexp.weight")[0]
 
 
+def _gguf_granite_swa(values: Metadata, config: dict[str, Any]) -> None:
+    config["sliding_window"] = values.count("attention.sliding_window", minimum=1)
+    config["layer_types"] = sliding_layers(values, 4)
+    name = "attention.rope_pattern"
+    if values.is_list(name):
+        given = [check_bool(each, values.where + name) for each in values.items(name)]
+        config["layer_rope_theta"] = [config["rope_theta"] if each else 0.0 for each in given]
+
+
 FAMILIES = {
     "granite": Family("Granite 3", granite, LLAMA, GRANITE_DEFAULTS),
     "granitemoe": Family(
@@ -226,5 +236,12 @@ ARCHITECTURES = {
         permuted=True,
         extra=(biases, gguf_granite, _gguf_granite_moe),
         others=("granitemoeshared",),
+    ),
+    "granite_swa": Architecture(
+        "granite_swa",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, "=self_attn.sinks": "attn_sinks.weight"},
+        permuted=True,
+        extra=(biases, gguf_granite, _gguf_granite_swa),
     ),
 }

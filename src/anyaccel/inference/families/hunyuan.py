@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import (
@@ -21,11 +22,22 @@ from anyaccel.inference.families.common import (
 )
 from anyaccel.inference.families.deepseek import DEEPSEEK, shared_expert
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, Architecture, biases
+from anyaccel.inference.families.gguf import (
+    GGUF_EXPERTS,
+    GGUF_LLAMA,
+    GGUF_MODULES,
+    GGUF_QK_NORM,
+    GGUF_SHARED_EXPERTS,
+    Architecture,
+    Metadata,
+    biases,
+    gguf_mixture,
+)
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.qwen import QWEN_MOE
 from anyaccel.inference.families.rope import rope, rope_parameters
 from anyaccel.inference.spec.decoder import DecoderSpec, Mlp, Moe, QkNorm
+from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.validation import Fields, check_integer
 
 
@@ -105,6 +117,27 @@ HY3 = DEEPSEEK.but(
 )
 
 
+def gguf_hunyuan_moe(values: Metadata, config: dict[str, Any]) -> None:
+    """Experts and the MLP beside them are as large as the file's feed_forward_length."""
+    gguf_mixture(values, config)
+    config["moe_topk"] = config.pop("num_experts_per_tok")
+    config["intermediate_size"] = values.features("expert_feed_forward_length")
+    shared = values.count("expert_shared_feed_forward_length", config["intermediate_size"])
+    if shared != config["intermediate_size"] or values.count("expert_shared_count", 1) != 1:
+        raise Unsupported(f"shared experts of another size ({values.where}expert_shared_feed_forward_length={shared})")
+
+
+def gguf_hy3(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config)
+    expert = config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+    shared = values.count("expert_shared_feed_forward_length", expert, minimum=1)
+    if shared % expert:
+        raise ModelError(f"{values.where}expert_shared_feed_forward_length={shared} is not a multiple of {expert}")
+    config["num_shared_experts"] = shared // expert
+    config["router_scaling_factor"] = values.number("expert_weights_scale", 1.0)
+    config["mlp_layer_types"] = values.layers_with({"ffn_gate_inp.weight": "sparse", "ffn_gate.weight": "dense"})
+
+
 FAMILIES = {
     "hunyuan_v1_dense": Family(
         "Hunyuan (dense)",
@@ -151,5 +184,34 @@ ARCHITECTURES = {
         GGUF_MODULES,
         {**GGUF_LLAMA, "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
         extra=(biases,),
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        GGUF_MODULES,
+        {
+            **GGUF_LLAMA,
+            **GGUF_EXPERTS,
+            "self_attn.query_layernorm": "attn_q_norm",
+            "self_attn.key_layernorm": "attn_k_norm",
+            "mlp.gate.wg": "ffn_gate_inp",
+            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+        },
+        extra=(biases, gguf_hunyuan_moe),
+    ),
+    "hy_v3": Architecture(
+        "hy_v3",
+        GGUF_MODULES,
+        {
+            **GGUF_LLAMA,
+            **GGUF_QK_NORM,
+            **GGUF_EXPERTS,
+            **GGUF_SHARED_EXPERTS,
+            # Files have it under either name.
+            "=mlp.e_score_correction_bias": "exp_probs_b",
+            "=mlp.expert_bias": "exp_probs_b.bias",
+        },
+        extra=(biases, gguf_hy3),
     ),
 }

@@ -308,4 +308,5 @@ ARCHITECTURES = {
         norm_eps="norm_eps",
         extra=(partial, biases, _gguf_arcee),
     ),
+    "jais2": Architecture("jais2", GGUF_MODULES, GGUF_UNGATED, norm_eps="layer_norm_eps", extra=(biases, _gguf_arcee)),
 }

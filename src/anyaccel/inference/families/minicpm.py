@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from anyaccel.inference.families.common import LLAMA_DEFAULTS, decoder, gated, own_head_dim, pre_norm, rms
-from anyaccel.inference.families.deepseek import DEEPSEEK, latent_attention, latent_rope
+from anyaccel.inference.families.deepseek import (
+    DEEPSEEK,
+    GGUF_LATENT,
+    gguf_latent,
+    latent_attention,
+    latent_rope,
+)
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_GATED, GGUF_MODULES, Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.phi import gguf_phi3
 from anyaccel.inference.spec.decoder import DecoderSpec
 
 
@@ -27,6 +36,13 @@ def minicpm3(config: Config) -> DecoderSpec:
         embedding_scale=config.number("scale_emb"),
         logits_scale=config.number("dim_model_base", config.hidden, above=0.0) / config.hidden,
     )
+
+
+def _gguf_minicpm3(values: Metadata, config: dict[str, Any]) -> None:
+    """The factors and the size of values are llama.cpp's: the file says neither."""
+    config["v_head_dim"] = config["hidden_size"] // values.heads
+    config["scale_emb"], config["scale_depth"], config["dim_model_base"] = 12, 1.4, 256
+    gguf_phi3(values, config)
 
 
 FAMILIES = {
@@ -52,5 +68,14 @@ FAMILIES = {
             "scale_depth": 1.4,
             "dim_model_base": 256,
         },
+    ),
+}
+ARCHITECTURES = {
+    "minicpm3": Architecture(
+        "minicpm3",
+        GGUF_MODULES,
+        {**GGUF_LATENT, **GGUF_GATED},
+        latent=True,
+        extra=(gguf_latent, _gguf_minicpm3),
     ),
 }

@@ -29,6 +29,7 @@ from anyaccel.inference.families.gguf import (
     Metadata,
     biases,
     gguf_mixture,
+    sliding_layers,
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import check_whole, rope, rope_parameters_of
@@ -194,6 +195,16 @@ _MIMO = DraftHead(
 )
 
 
+def gguf_mellum(values: Metadata, config: dict[str, Any]) -> None:
+    gguf_mixture(values, config)
+    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
+    config["sliding_window"] = values.count("attention.sliding_window", minimum=1)
+    config["layer_types"] = sliding_layers(values, 4)
+    full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 1e4, above=0.0)}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+
 FAMILIES = {
     "qwen2": Family("Qwen1.5, Qwen2, Qwen2.5", qwen2, LLAMA, QWEN_DEFAULTS, draft_head=_MIMO),
     "qwen3": Family("Qwen3", qwen3, LLAMA, {**QWEN_DEFAULTS, "head_dim": 128}),
@@ -256,5 +267,14 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", GGUF_MODULES, GGUF_QWEN2_MOE, extra=(gguf_qwen_moe,)),
     "qwen3moe": Architecture(
         "qwen3_moe", GGUF_MODULES, {**GGUF_ATTENTION, **GGUF_QK_NORM, **GGUF_EXPERTS}, extra=(biases, gguf_qwen_moe)
+    ),
+    # The language models of Qwen-VL: without images, their three positions of a token are one.
+    "qwen2vl": Architecture("qwen2", GGUF_MODULES, GGUF_LLAMA),
+    "qwen3vl": Architecture("qwen3", GGUF_MODULES, {**GGUF_LLAMA, **GGUF_QK_NORM}, extra=(biases,)),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe", GGUF_MODULES, {**GGUF_ATTENTION, **GGUF_QK_NORM, **GGUF_EXPERTS}, extra=(biases, gguf_qwen_moe)
+    ),
+    "mellum": Architecture(
+        "mellum", GGUF_MODULES, {**GGUF_ATTENTION, **GGUF_QK_NORM, **GGUF_EXPERTS}, extra=(biases, gguf_mellum)
     ),
 }
