@@ -383,6 +383,24 @@ def test_a_model_of_several_modalities_maps_its_text_part() -> None:
         _assert_close(reference.step(reference.start(), [5, 9, 70]), model(torch.tensor([[5, 9, 70]])).logits[0])
 
 
+def test_whole_checkpoints_of_gemma_3n_map() -> None:
+    """As Google publishes them: the language model is a part of one that sees and hears, with an older config."""
+    case = _case("gemma3n_text")
+    family = FAMILIES["gemma3n"]
+    text = {key: value for key, value in case.config.items() if key != "rope_parameters"}
+    text |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "query_pre_attn_scalar": 256}
+    spec = family.spec({"model_type": "gemma3n", "text_config": text, "audio_config": {}, "vision_config": {}})
+    assert spec == case.spec
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in case.model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    found = decoder_reference.assemble(family, spec, tensors)
+    assert found.keys() == case.weights.keys()
+    assert all(torch.equal(found[key], case.weights[key]) for key in found)
+
+
 _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
