@@ -31,6 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", **_SIZES},
     "camembert": {"model_type": "camembert", **_SIZES},
     "xlm-roberta": {"model_type": "xlm-roberta", **_SIZES, "type_vocab_size": 1, "pad_token_id": 3},
+    "data2vec-text": {"model_type": "data2vec-text", **_SIZES},
+    "ernie": {"model_type": "ernie", **_SIZES},
+    "electra": {"model_type": "electra", **_SIZES, "embedding_size": 64},
     "distilbert": {
         "model_type": "distilbert",
         "vocab_size": VOCABULARY,

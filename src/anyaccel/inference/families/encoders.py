@@ -97,6 +97,17 @@ def roberta(config: Config) -> DecoderSpec:
     )
 
 
+def ernie(config: Config) -> DecoderSpec:
+    config.refuse("use_task_id")
+    return bert(config)
+
+
+def electra(config: Config) -> DecoderSpec:
+    if (width := config.integer("embedding_size")) != config.hidden:
+        raise Unsupported(f"embedding_size={width} other than hidden_size={config.hidden}")
+    return bert(config)
+
+
 def distilbert(config: Config) -> DecoderSpec:
     return _post_norm(
         config,
@@ -360,6 +371,19 @@ ENCODERS: dict[str, EncoderFamily] = {
     "camembert": EncoderFamily("CamemBERT", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO),
     "xlm-roberta": EncoderFamily(
         "XLM-RoBERTa (BGE-M3, E5)", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO
+    ),
+    "data2vec-text": EncoderFamily(
+        "data2vec", roberta, _bert_names("data2vec_text"), _ROBERTA_DEFAULTS, classifier=_TWO
+    ),
+    "ernie": EncoderFamily("ERNIE", ernie, _bert_names("ernie"), _BERT_DEFAULTS, classifier=_POOLED, marks_texts=True),
+    "electra": EncoderFamily(
+        "ELECTRA",
+        electra,
+        _bert_names("electra"),
+        {**_BERT_DEFAULTS, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+        | {"embedding_size": 128},
+        classifier=(Dense("/classifier.dense", "gelu"), Dense("/classifier.out_proj")),
+        marks_texts=True,
     ),
     "distilbert": EncoderFamily(
         "DistilBERT",
