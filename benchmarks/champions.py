@@ -12,8 +12,10 @@ brackets our rate over the best peer's. Rates are tokens a second. `make bench-c
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -324,21 +326,20 @@ class Ours:
 
 def work(settings: Mapping[str, Any]) -> None:
     """Measures our runtime in this process, as llama-bench does its own: tokens are random and nothing is sampled."""
-    import torch
-
-    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.native.runtime import load_native  # without torch, as `anyaccel generate`
     from anyaccel.inference.options import ModelOptions
 
     native = load_native(settings["file"], ModelOptions("auto", threads=settings["threads"]))
     model, vocab = native.model, native.spec.vocab
-    draws = torch.Generator().manual_seed(0)
+    draws = random.Random(0)
 
     def forward(sequences: list[int], tokens: int) -> float:
-        ids = torch.randint(3, vocab, (len(sequences) * tokens,), generator=draws)
+        count = len(sequences) * tokens
+        ids = (ctypes.c_int64 * count)(*(draws.randrange(3, vocab) for _ in range(count)))
         rows = [(at + 1) * tokens - 1 for at in range(len(sequences))]
-        logits = torch.empty(len(rows), vocab)
+        logits = (ctypes.c_float * (len(rows) * vocab))()
         begin = time.perf_counter()
-        model.forward(sequences, [tokens] * len(sequences), ids.data_ptr(), logits.data_ptr(), rows)
+        model.forward(sequences, [tokens] * len(sequences), ctypes.addressof(ids), ctypes.addressof(logits), rows)
         return time.perf_counter() - begin
 
     def decode(count: int, depth: int) -> list[float]:
