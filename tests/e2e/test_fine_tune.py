@@ -116,7 +116,7 @@ def script() -> ModuleType:
 
 
 def test_only_what_the_assistant_says_is_learned(model: Path, script: ModuleType) -> None:
-    tokenizer, _ = script.load(model)
+    tokenizer, _ = script.load(model, 64)
     messages = [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "cd"},
@@ -131,8 +131,10 @@ def test_only_what_the_assistant_says_is_learned(model: Path, script: ModuleType
     assert all(label in (token, script.IGNORED) for token, label in zip(tokens, labels, strict=True))
 
 
-def test_packed_conversations_do_not_see_each_other(model: Path, script: ModuleType) -> None:
-    tokenizer, network = script.load(model)
+@pytest.mark.parametrize("length", [64, 1024])  # whose attention is another one
+def test_packed_conversations_do_not_see_each_other(model: Path, script: ModuleType, length: int) -> None:
+    tokenizer, network = script.load(model, length)
+    network.float()
     texts = ["the first one", "another", "a third that is longer than the others"]
     pairs = [(tokenizer(text)["input_ids"], tokenizer(text)["input_ids"]) for text in texts]
     rows: list[dict[str, Any]] = list(script.pack(pairs, 64))
@@ -149,6 +151,25 @@ def test_packed_conversations_do_not_see_each_other(model: Path, script: ModuleT
     assert (row["labels"][begin:] == script.IGNORED).all()
     # What is longer than a row is cut off, and what does not fit begins another.
     assert [len(row["input_ids"]) for row in script.pack([([5] * 9, [5] * 9), ([6] * 3, [6] * 3)], 8)] == [8, 8]
+
+
+def test_the_loss_of_what_is_learned_is_that_of_all_logits(model: Path, script: ModuleType) -> None:
+    _, network = script.load(model, 64)
+    network.float()
+    ids = torch.randint(0, 200, (3, 40), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(ids % 3 > 0, script.IGNORED)
+    labels[:, :10] = script.IGNORED
+    batch = script.collate([{"input_ids": row, "labels": of} for row, of in zip(ids, labels, strict=True)])
+    wanted = network(input_ids=ids, labels=labels).loss
+    outputs = network(input_ids=batch["input_ids"], logits_to_keep=batch["logits_to_keep"])
+    assert outputs.logits.shape[1] < 40
+    torch.testing.assert_close(script.loss_of(outputs, labels), wanted)
+    count = int((labels[:, 1:] != script.IGNORED).sum())
+    torch.testing.assert_close(script.loss_of(outputs, labels, 2 * count), wanted / 2)
+    # Rows of which nothing is learned.
+    nothing = script.collate([{"input_ids": ids[0], "labels": torch.full((40,), script.IGNORED)}])
+    outputs = network(input_ids=nothing["input_ids"], logits_to_keep=nothing["logits_to_keep"])
+    assert script.loss_of(outputs, nothing["labels"]) == 0
 
 
 @pytest.mark.parametrize("line", ['{"text": "no messages"}', "not json", "[1]"])
