@@ -657,6 +657,19 @@ CASES |= {
         common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
     ),
     "nanochat": ("NanoChatConfig", common(final_logit_softcapping=2.0)),
+    "aria_text": ("AriaTextConfig", common(moe_num_experts=5, moe_topk=2, moe_num_shared_experts=2)),
+    "aria_text-plain": (
+        "AriaTextConfig",
+        common(
+            moe_num_experts=6,
+            moe_topk=3,
+            moe_num_shared_experts=1,
+            head_dim=12,
+            hidden_act="gelu",
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
     "apertus": ("ApertusConfig", common()),
     "apertus-plain": (
         "ApertusConfig",
