@@ -150,7 +150,7 @@ def ported(session: Session) -> None:
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder, "before.py"), Path(folder, "after.py")
+        before, after = Path(folder, "plain").with_suffix(".py"), Path(folder, "ported").with_suffix(".py")
         for path in (before, after):
             path.write_text(_PROGRAM)
         done = session.run(sys.executable, "-m", "anyaccel", "port", "--write", str(after))
