@@ -73,6 +73,16 @@ def add_model_options(parser: Parser) -> None:
     )
 
 
+def add_lora_option(parser: Parser) -> None:
+    """Add the option of a LoRA adapter."""
+    parser.add_argument(
+        "--lora",
+        default="",
+        metavar="FOLDER",
+        help="LoRA adapter, as PEFT saves it, which is added to the model's weights as they are read",
+    )
+
+
 def add_memory_option(parser: Parser) -> None:
     """Add the option that bounds a model's memory."""
     parser.add_argument(

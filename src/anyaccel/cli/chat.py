@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from anyaccel.cli._model_options import (
     add_host_options,
+    add_lora_option,
     add_memory_option,
     add_model_options,
     add_sampling_options,
@@ -58,6 +59,7 @@ def build_parser() -> Parser:
     )
     add_model_options(parser)
     add_memory_option(parser)
+    add_lora_option(parser)
     add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=1024)
     parser.add_argument("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and hints")

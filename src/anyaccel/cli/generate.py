@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._model_options import (
     add_host_options,
+    add_lora_option,
     add_memory_option,
     add_model_options,
     add_sampling_options,
@@ -54,6 +55,7 @@ def build_parser() -> Parser:
     add("prompt", metavar="PROMPT", help='the prompt; "-" reads it from standard input')
     add_model_options(parser)
     add_memory_option(parser)
+    add_lora_option(parser)
     add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=128)
     add("--no-chat-template", action="store_true", help="pass the prompt to the model unchanged")

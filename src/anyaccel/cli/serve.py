@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.cli._model_options import (
     add_chat_template_option,
     add_draft_option,
+    add_lora_option,
     add_model_options,
     add_tp_option,
     check_at_least,
@@ -81,6 +82,7 @@ def build_parser() -> Parser:
     add_model_options(parser)
     add_tp_option(parser)
     add_draft_option(parser)
+    add_lora_option(parser)
     add = parser.group("several models")
     add("--models-dir", metavar="DIR", help="serve the models in this folder too, each loaded when a request names it")
     add(
@@ -501,6 +503,7 @@ def _check_several(options: argparse.Namespace) -> None:
         "--served-model-name": options.served_model_name,
         "--chat-template": options.chat_template,
         "--draft": options.draft.model,
+        "--lora": options.lora,
     }.items():
         if value:
             hint = "; --alias NAME=MODEL gives one of them a name" if option == "--served-model-name" else ""

@@ -75,6 +75,10 @@ def open_model(model: Any, options: ModelOptions, place: RankPlace, callbacks: C
             raise UsageError(f"pp={options.pp}: only the native runtime has it, which has no {lack.feature}") from lack
         if options.draft is not None:
             raise _no_drafts(options, f"has no {lack.feature}") from lack
+        if options.lora:
+            raise UsageError(
+                f"lora={options.lora!r}: the {runtime} runtime has no {lack.feature}; merge the adapter with PEFT"
+            ) from lack
         if options.dtype in QUANTISED and not place.on_cpu:
             raise UsageError(
                 f"dtype={options.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"

@@ -56,6 +56,8 @@ class ModelOptions:
             first of these that has the model.
         draft: what guesses tokens for the native runtime: the path of a model folder or GGUF file, a native engine of
             as many ranks, or "mtp", the layer of the model's checkpoint for multi-token prediction; None: nothing.
+        lora: folder of a LoRA adapter of PEFT, which is added to the weights as they are read (native and device
+            runtimes); "": none.
 
     Raises:
         UsageError: a value is out of its range, or does not go with another one; the message names it.
@@ -72,6 +74,7 @@ class ModelOptions:
     wire_dtype: str = "auto"
     runtime: str = "auto"
     draft: Any = None
+    lora: str = ""
 
     def __post_init__(self) -> None:
         dtype, kv_cache = dtype_name(self.dtype), dtype_name(self.kv_cache)
@@ -98,6 +101,10 @@ class ModelOptions:
             raise UsageError(f"pp={self.pp} needs the native runtime, not runtime={self.runtime!r}")
         if self.draft is not None and self.runtime not in ("auto", "native"):
             raise UsageError(f"draft={self.draft!r} needs the native runtime, not runtime={self.runtime!r}")
+        if self.lora and self.runtime not in ("auto", "native", "device"):
+            raise UsageError(
+                f"lora={self.lora!r}: runtime={self.runtime!r} runs the model's own code; merge the adapter with PEFT"
+            )
         if self.runtime == "plain" and dtype in QUANTISED:
             raise UsageError(f"dtype={dtype!r} needs packed weights, which runtime='plain' does not have")
 
@@ -131,7 +138,7 @@ class ModelOptions:
         """
         own = self.draft == "mtp" and self.dtype == "auto"
         dtype = "auto" if own or Path(self.draft).is_file() else "int4"
-        return replace(self, draft=None, dtype=dtype, kv_cache="auto", cache_bytes=0, memory=0)
+        return replace(self, draft=None, dtype=dtype, kv_cache="auto", cache_bytes=0, memory=0, lora="")
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, object]) -> ModelOptions:

@@ -26,7 +26,13 @@ from anyaccel.validation import open_file
 
 # Files whose whole content is hashed, up to a size that no real one has.
 _CONFIGS = frozenset(
-    ("config.json", "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+    (
+        "config.json",
+        "generation_config.json",
+        "adapter_config.json",
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+    )
 )
 _SPLIT = re.compile(r"(.*)-\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 _MOST_READ = 64 << 20

@@ -143,6 +143,9 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 class SafetensorsSource:
     """The tensors of a folder's safetensors files, mapped.
 
+    Args:
+        files: those that are read; None: the model's.
+
     Attributes:
         metadata: what the files say beside their tensors.
 
@@ -150,13 +153,13 @@ class SafetensorsSource:
         ModelError: see `checkpoint_files` and `read_header`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         self._folder = folder
         index = folder / "model.safetensors.index.json"
         named = read_index(index) if index.is_file() else None
         self._tensors: dict[str, tuple[MappedFile, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
-        for path in checkpoint_files(folder):
+        for path in checkpoint_files(folder) if files is None else files:
             file = MappedFile(path)
             header = read_header(file.bytes, path, file.size)
             self.metadata |= header.metadata

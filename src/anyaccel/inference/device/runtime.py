@@ -60,7 +60,7 @@ def load_device(
     if options.ranks > 1 and place.group is None:
         raise UsageError(f"tp={options.tp}: the ranks that share a model on a device need a process group")
     accelerator = get_accelerator()
-    checkpoint = open_checkpoint(model, config)
+    checkpoint = open_checkpoint(model, config, lora=options.lora)
     callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
     _check_mixers(plan.whole)

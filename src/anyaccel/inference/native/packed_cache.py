@@ -35,7 +35,7 @@ from anyaccel.inference.spec import decoder as spec
 logger = logging.getLogger(__name__)
 
 # Raise it when the packed layout, how formats are chosen or what `model.json` says changes.
-VERSION = 7
+VERSION = 8
 _WEIGHTS = "weights"
 _MODEL = "model.json"
 _SPARE_DISK = 1 << 30  # bytes that are left free

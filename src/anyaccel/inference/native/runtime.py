@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from anyaccel import env, host_memory
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints.identity import identity
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.checkpoints.quantised_layout import cost_of
 from anyaccel.inference.native.formats import Precision
@@ -199,14 +200,21 @@ def load_native(
             "0 takes as many as there are"
         )
     if not isinstance(model, str | Path):
-        return _pack(open_checkpoint(model, config, encoder), options, place, callbacks)[0]
+        return _pack(open_checkpoint(model, config, encoder, lora=options.lora), options, place, callbacks)[0]
     path = Path(model).expanduser()
     check_model_path(path)
     kinds: dict[str, Any] = {"encoder": encoder, "headless": headless, "draft_head": draft_head}
+    if options.lora:
+        from anyaccel.inference.checkpoints.adapters import check_adapter
+
+        check_adapter(Path(options.lora).expanduser())
+        kinds["lora"] = options.lora
     entry = None
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
             kind = {name: asked for name, asked in kinds.items() if asked}
+            if options.lora:
+                kind["lora"] = identity(Path(options.lora).expanduser())
             precision = asdict(Precision.from_options(options))
             entry = PackedModel(path, {"precision": precision, **place.part(options), **kind})
         except OSError as error:  # of a file that the model can be loaded without
@@ -315,8 +323,14 @@ def open_checkpoint(
     encoder: bool = False,
     headless: bool = False,
     draft_head: int = 0,
+    lora: str = "",
 ) -> Checkpoint:
-    """What weights are read from: `load_native` says what the arguments are."""
+    """What weights are read from: `load_native` and `ModelOptions` say what the arguments are."""
+    if lora:
+        from anyaccel.inference.checkpoints.adapters import AdapterSource
+
+        whole = open_checkpoint(model, config, encoder, headless, draft_head)
+        return replace(whole, source=AdapterSource(whole.source, Path(lora).expanduser()))
     if encoder and isinstance(model, str | Path):
         from anyaccel.inference.native.checkpoint import read_encoder
 

@@ -76,6 +76,7 @@ def model_key(path: Path, options: ModelOptions, page_bytes: int) -> str:
         _LAYOUT,
         __version__,
         weights_of(path),
+        weights_of(Path(options.lora).expanduser()) if options.lora else "",
         config.read_text(encoding="utf-8") if config.is_file() else "",
         options.dtype,
         options.group_size,
