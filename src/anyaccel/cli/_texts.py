@@ -62,13 +62,14 @@ def read_texts(files: list[str]) -> list[str]:
 
 def _texts_of(file: str) -> Iterator[str]:
     if file == "-":
-        lines = keep_bytes(sys.stdin).read().splitlines()
+        whole = keep_bytes(sys.stdin).read()
     else:
         try:
-            lines = Path(file).expanduser().read_text(errors="surrogateescape").splitlines()
+            whole = Path(file).expanduser().read_text(errors="surrogateescape")
         except OSError as error:
             raise UsageError(f"{file}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
+    # Not splitlines: it would also end a text at a form feed or at U+2028, which JSON has in strings.
+    for number, line in enumerate(whole.split("\n"), 1):
         if line.strip():
             yield _text_of(line, f"{file}, line {number}") if file.endswith(".jsonl") else line
 

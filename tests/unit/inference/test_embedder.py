@@ -187,6 +187,11 @@ def test_the_command_embeds_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     numpy.testing.assert_allclose(shown, Embedder(tmp_path, FP32).embed(TEXTS), atol=1e-6)
     assert main([*common, "--output", str(tmp_path / "out.npy")]) == 0
     numpy.testing.assert_allclose(numpy.load(tmp_path / "out.npy"), shown, atol=1e-6)
+    odd = "rain\u2028falls\x0cin\x85spain"  # one line to JSON and to wc -l, four to str.splitlines
+    (tmp_path / "a.txt").write_text(f"{odd}\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(json.dumps(odd.replace("\x0c", " "), ensure_ascii=False), encoding="utf-8")
+    assert main(common) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
     (tmp_path / "b.jsonl").write_text("[1]")
     assert main(common) == 2
     assert "b.jsonl, line 1" in capsys.readouterr().err
