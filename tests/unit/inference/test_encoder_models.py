@@ -41,8 +41,9 @@ def test_hidden_states_of_padded_texts(tmp_path: Path, in_memory: bool, side: st
     assert torch.equal(engine(**inputs, return_dict=False)[0], found)
 
 
-def test_the_poolers_output(tmp_path: Path) -> None:
-    model = encoder_models.build("bert")
+@pytest.mark.parametrize("case", ["bert", "roberta", "mpnet", "data2vec-text", "ernie"])
+def test_the_poolers_output(tmp_path: Path, case: str) -> None:
+    model = encoder_models.build(case)
     model.save_pretrained(tmp_path)
     inputs = padded(encoder_models.add_tokenizer(tmp_path))
     with torch.no_grad():

@@ -163,6 +163,10 @@ def test_what_is_refused_of_deberta(saved: Any, tmp_path: Path) -> None:
         ({"conv_kernel_size": 3}, "conv_kernel_size"),
         ({"share_att_key": False}, "share_att_key=False"),
         ({"embedding_size": 32}, "embedding_size"),
+        ({"attention_head_size": 32}, "attention_head_size"),
+        ({"position_buckets": 64, "max_relative_positions": 16}, "position_buckets=64 with max_relative_positions=16"),
+        ({"position_buckets": 1}, "position_buckets=1"),
+        ({"position_buckets": -1, "max_relative_positions": 1}, "max_relative_positions=1"),
     ):
         file.write_text(json.dumps(model.config.to_dict() | change))
         with pytest.raises(Unsupported, match=message):

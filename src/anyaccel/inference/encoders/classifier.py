@@ -111,13 +111,12 @@ def read_classifier(model: Any, config: Mapping[str, Any], family: EncoderFamily
 
 def read_pooler(model: Any, config: Mapping[str, Any], family: EncoderFamily) -> Layer | None:
     """BERT's pooler, which is a part of the encoder but not of its hidden states; None where the model has none."""
-    dense = next((each for each in family.classifier if not each.module.startswith("/")), None)
-    if dense is None:
+    if family.pooler is None:
         return None
     source = _source(model)
-    if _find(source, family, f"{dense.module}.weight") is None:
+    if _find(source, family, f"{family.pooler.module}.weight") is None:
         return None
-    return _layer(source, Config(config, family.defaults, family.aliases), family, dense)
+    return _layer(source, Config(config, family.defaults, family.aliases), family, family.pooler)
 
 
 def _source(model: Any) -> TensorSource:

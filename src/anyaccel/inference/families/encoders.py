@@ -136,6 +136,10 @@ def deberta(config: Config) -> DecoderSpec:
         raise Unsupported("convolution behind the first layer (conv_kernel_size)")
     if config.integer_or("embedding_size", config.hidden) != config.hidden:
         raise Unsupported(f"embedding_size other than hidden_size={config.hidden}")
+    if config.integer_or("attention_head_size", config.hidden // config.heads) * config.heads != config.hidden:
+        raise Unsupported(
+            f"attention_head_size other than hidden_size / num_attention_heads={config.hidden // config.heads}"
+        )
     listed = config.is_list("pos_att_type")
     given = config.items("pos_att_type") if listed else config.text("pos_att_type", "").split("|")
     kinds = {str(kind).strip().lower() for kind in given}
@@ -147,8 +151,11 @@ def deberta(config: Config) -> DecoderSpec:
             raise Unsupported("share_att_key=False")
         buckets, longest = (config.integer(name, minimum=-1) for name in ("position_buckets", "max_relative_positions"))
         longest = positions if longest < 1 else longest
+        span = buckets if buckets > 0 else longest
+        if span < 2 or (buckets > 0 and longest < span // 2 + 2):
+            raise Unsupported(f"position_buckets={buckets} with max_relative_positions={longest}")
         distances = Distances(
-            span=buckets if buckets > 0 else longest,
+            span=span,
             max_distance=longest,
             logarithmic=buckets > 0,
             keys="c2p" in kinds,
@@ -360,22 +367,34 @@ _BERT_DEFAULTS = {
     "layer_norm_eps": 1e-12,
 }
 _ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
-_POOLED = (Dense("pooler.dense", "tanh"), Dense("/classifier"))
+_POOLER = Dense("pooler.dense", "tanh")
+_POOLED = (_POOLER, Dense("/classifier"))
 _TWO = (Dense("/classifier.dense", "tanh"), Dense("/classifier.out_proj"))
 
 ENCODERS: dict[str, EncoderFamily] = {
-    "bert": EncoderFamily("BERT", bert, _bert_names("bert"), _BERT_DEFAULTS, classifier=_POOLED, marks_texts=True),
-    "roberta": EncoderFamily(
-        "RoBERTa", roberta, _bert_names("roberta"), {**_ROBERTA_DEFAULTS, "vocab_size": 50265}, classifier=_TWO
+    "bert": EncoderFamily(
+        "BERT", bert, _bert_names("bert"), _BERT_DEFAULTS, classifier=_POOLED, pooler=_POOLER, marks_texts=True
     ),
-    "camembert": EncoderFamily("CamemBERT", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO),
+    "roberta": EncoderFamily(
+        "RoBERTa",
+        roberta,
+        _bert_names("roberta"),
+        {**_ROBERTA_DEFAULTS, "vocab_size": 50265},
+        classifier=_TWO,
+        pooler=_POOLER,
+    ),
+    "camembert": EncoderFamily(
+        "CamemBERT", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO, pooler=_POOLER
+    ),
     "xlm-roberta": EncoderFamily(
-        "XLM-RoBERTa (BGE-M3, E5)", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO
+        "XLM-RoBERTa (BGE-M3, E5)", roberta, _bert_names("roberta"), _ROBERTA_DEFAULTS, classifier=_TWO, pooler=_POOLER
     ),
     "data2vec-text": EncoderFamily(
-        "data2vec", roberta, _bert_names("data2vec_text"), _ROBERTA_DEFAULTS, classifier=_TWO
+        "data2vec", roberta, _bert_names("data2vec_text"), _ROBERTA_DEFAULTS, classifier=_TWO, pooler=_POOLER
     ),
-    "ernie": EncoderFamily("ERNIE", ernie, _bert_names("ernie"), _BERT_DEFAULTS, classifier=_POOLED, marks_texts=True),
+    "ernie": EncoderFamily(
+        "ERNIE", ernie, _bert_names("ernie"), _BERT_DEFAULTS, classifier=_POOLED, pooler=_POOLER, marks_texts=True
+    ),
     "electra": EncoderFamily(
         "ELECTRA",
         electra,
@@ -407,6 +426,7 @@ ENCODERS: dict[str, EncoderFamily] = {
         _MPNET,
         {**_BERT_DEFAULTS, "vocab_size": 30527, "relative_attention_num_buckets": 32},
         classifier=_TWO,
+        pooler=_POOLER,
     ),
     "deberta-v2": EncoderFamily(
         "DeBERTa 2 and 3",
@@ -446,6 +466,7 @@ ENCODERS: dict[str, EncoderFamily] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
         classifier=_POOLED,
+        pooler=_POOLER,
         marks_texts=True,
     ),
     "modernbert": EncoderFamily(

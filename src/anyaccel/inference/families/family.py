@@ -129,6 +129,7 @@ class EncoderFamily(Family):
     Attributes:
         classifier: what ...ForSequenceClassification does with the hidden state of a text's first token.
         pooling: the config's value that says which hidden state that is; "": it is the first token's.
+        pooler: what the model without a head does with it for its pooler_output, if the checkpoint has it.
         norm_eps: the config's value for norms of the classifier.
         marks_texts: tokens of a pair's second text are of type 1.
         only_with: the config's value without which the model is a decoder; "": it is an encoder always.
@@ -136,6 +137,7 @@ class EncoderFamily(Family):
 
     classifier: Sequence[Dense] = ()
     pooling: str = ""
+    pooler: Dense | None = None
     norm_eps: str = ""
     marks_texts: bool = False
     only_with: str = ""
