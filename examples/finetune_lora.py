@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +56,30 @@ def load(path: Path, length: int) -> tuple[Any, Any]:
     return tokenizer, model
 
 
+def is_conversation(messages: Any) -> bool:
+    """Whether it is a list of messages; those that call functions may say nothing beside."""
+    return isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
+        for message in messages
+    )
+
+
 def read_conversations(path: Path) -> list[list[dict[str, str]]]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                found.append(json.loads(line)["messages"])
-            except (ValueError, KeyError, TypeError):
-                raise SystemExit(f'{path}, line {number}: not an object with "messages": {line[:60]}') from None
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+        except (ValueError, KeyError, TypeError):
+            messages = None
+        if not is_conversation(messages):
+            raise SystemExit(
+                f'{path}, line {number}: not an object with "messages", each of a "role" and a "content": {line[:60]!r}'
+            )
+        found.append(messages)
     if not found:
         raise SystemExit(f"{path} has no conversations")
     return found
@@ -86,6 +103,33 @@ def tokens_and_labels(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[l
                 labels += part[len(tokens) :] if learned else [IGNORED] * (len(part) - len(tokens))
                 tokens = part
     return tokens, labels
+
+
+def to_learn(
+    tokenizer: Any, conversations: list[list[dict[str, str]]], length: int
+) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of the conversations in which the assistant speaks within `length` tokens."""
+    pairs = [tokens_and_labels(tokenizer, messages) for messages in conversations]
+    kept = [pair for pair in pairs if any(label != IGNORED for label in pair[1][:length])]
+    if len(kept) < len(pairs):
+        silent = f"{len(pairs) - len(kept)} of {len(pairs)} conversations"
+        left_out = f"in {silent} the assistant says nothing within {length} tokens"
+        if not kept:
+            raise SystemExit(f"{left_out}: there is nothing to learn; try a larger --length")
+        if comm.get_rank() == 0:
+            print(f"{left_out}; they are left out (see --length)", flush=True)
+    return kept
+
+
+def make_folder(out: Path, model: Any) -> None:
+    """Before hours of training: that the result can be written, and has room in bf16."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {out}: {error.strerror}; give a folder that can be written") from None
+    needed, free = 2 * sum(weight.numel() for weight in model.parameters()), shutil.disk_usage(out).free
+    if free < needed:
+        raise SystemExit(f"--out {out}: the model takes {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free there")
 
 
 def pack(conversations: list[tuple[list[int], list[int]]], length: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -199,7 +243,7 @@ def make_trainer(options: argparse.Namespace, tokenizer: Any, model: Any) -> Any
             train_dataset=Dataset.from_list([{"messages": messages} for messages in conversations]),
             args=SFTConfig(**settings, max_length=options.length, packing=True, packing_strategy="wrapped"),
         )  # fmt: skip
-    rows = list(pack([tokens_and_labels(tokenizer, messages) for messages in conversations], options.length))
+    rows = list(pack(to_learn(tokenizer, conversations, options.length), options.length))
     return Trainer(
         model=get_peft_model(model, lora), args=TrainingArguments(**settings), train_dataset=rows, callbacks=callbacks,
         data_collator=collate, compute_loss_func=loss_of,
@@ -224,6 +268,8 @@ def main() -> None:
 
     anyaccel.init_distributed()  # on a CPU gradients go through backend shm
     tokenizer, model = load(options.model or default_model_file(), options.length)
+    if comm.get_rank() == 0:
+        make_folder(options.out, model)
     trainer = make_trainer(options, tokenizer, model)
     trainer.remove_callback(PrinterCallback)  # whose lines Progress replaces
     begin = time.perf_counter()

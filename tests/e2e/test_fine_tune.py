@@ -172,10 +172,51 @@ def test_the_loss_of_what_is_learned_is_that_of_all_logits(model: Path, script: 
     assert script.loss_of(outputs, nothing["labels"]) == 0
 
 
-@pytest.mark.parametrize("line", ['{"text": "no messages"}', "not json", "[1]"])
-def test_a_line_that_is_no_conversation_is_named(line: str, script: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "no messages"}',
+        b"not json",
+        b"[1]",
+        b"\xff\xfe",
+        b'{"messages": "a"}',
+        b'{"messages": ["a"]}',
+        b'{"messages": [{"role": "user"}]}',
+        b'{"messages": [{"role": "user", "content": 5}]}',
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(line: bytes, script: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-    file.write_text(f"{good}\n{line}\n")
+    file.write_bytes(good.encode() + b"\n" + line + b"\n")
     with pytest.raises(SystemExit, match=r"talks\.jsonl, line 2: not an object"):
         script.read_conversations(file)
+
+
+def test_conversations_that_teach_nothing_are_left_out(
+    model: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.comm, "get_rank", lambda: 0)
+    tokenizer, _ = script.load(model, 64)
+    good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    late = [{"role": "user", "content": "a" * 64}, {"role": "assistant", "content": "b"}]
+    silent: list[Any] = [[], [{"role": "user", "content": "a"}], late]
+    kept = script.to_learn(tokenizer, [good, *silent], 64)
+    assert kept == [script.tokens_and_labels(tokenizer, good)]
+    assert "in 3 of 4 conversations the assistant says nothing within 64 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="nothing to learn"):
+        script.to_learn(tokenizer, silent, 64)
+
+
+def test_a_result_that_cannot_be_written_is_told_before_training(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    script.make_folder(tmp_path / "a" / "b", layer)
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--out .*file: File exists"):
+        script.make_folder(tmp_path / "file", layer)
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    with pytest.raises(SystemExit, match="takes 2 MB, and 1 MB are free"):
+        script.make_folder(tmp_path, layer)
