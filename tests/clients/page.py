@@ -180,6 +180,7 @@ def exported(page: Page) -> None:
         return Path(loading.value.path()).read_text()
 
     assert saved("This one as Markdown") == "# hello\n\n## You\n\nhello\n\n## Answer\n\nYou said: hello\n"
+    said: list[str] = []
     count = page.locator("#list .entry").count()
     everything = saved("All as JSON")
     assert len(json.loads(everything)) == count
@@ -189,8 +190,12 @@ def exported(page: Page) -> None:
     page.locator("#export summary").click()
     with page.expect_file_chooser() as choosing:
         page.get_by_role("button", name="Import JSON").click()
-    choosing.value.set_files([{"name": "all.json", "mimeType": "application/json", "buffer": everything.encode()}])
+    page.once("dialog", lambda dialog: (said.append(dialog.message), dialog.accept()))
+    damaged = json.dumps([*json.loads(everything), {"id": "x", "messages": [None]}]).encode()
+    choosing.value.set_files([{"name": "all.json", "mimeType": "application/json", "buffer": damaged}])
     expect(page.locator("#list .entry")).to_have_count(count)
+    expect(page.locator("#said")).to_contain_text(f"Imported from all.json: {count}, 1 left out")
+    assert len(said) == 1  # it is also shown
     page.fill("#search", "HELLO")
     expect(page.locator("#list .entry").first).to_contain_text("hello")
     page.fill("#search", "nowhere")
@@ -461,6 +466,26 @@ def headings(page: Page) -> None:
     assert found[0] < 20, f"{found[0]:.1f} s"
 
 
+def tables(page: Page) -> None:
+    """The words of a table that is wider than the page stay whole, and the table scrolls."""
+    lines, scrolls = page.evaluate(
+        """async () => {
+          const { draw } = await import("./page/markdown.js");
+          const node = document.querySelector("#messages").appendChild(document.createElement("div"));
+          node.className = "body";
+          const row = (cell) => `|${`${cell}|`.repeat(60)}\\n`;
+          draw(node, row("word") + row("-") + row("word"));
+          const cell = node.querySelector("td");
+          const table = node.querySelector(".table");
+          const lines = cell.offsetHeight / parseFloat(getComputedStyle(cell).lineHeight);
+          const scrolls = table.scrollWidth > table.clientWidth;
+          node.remove();
+          return [lines, scrolls];
+        }"""
+    )
+    assert lines < 2 and scrolls, (lines, scrolls)
+
+
 def markdown(page: Page) -> None:
     """Answers are shown with their marks, and never run."""
     expect(page.locator("#model")).to_have_value("fake")
@@ -521,7 +546,7 @@ def main() -> None:
                 if scheme == "light" and device == "desktop":
                     converse(page, url)
                     settings(page)
-                    for check in (continuing, functions, attachments, exported, keyboard, headings):
+                    for check in (continuing, functions, attachments, exported, keyboard, headings, tables):
                         check(page)
                     key(page, locked)
                     for part in (tabs, interrupted, full, no_quota, stopping, old):

@@ -84,11 +84,29 @@ def test_branches_of_two_tabs_are_all_kept() -> None:
 @pytest.mark.skipif(NODE is None, reason="no node")
 def test_what_is_no_conversation_is_left_alone_and_old_ones_are_understood() -> None:
     text = {"role": "user", "content": "x"}
-    wrong = [None, {"role": "user"}, {"content": "x"}, {"role": "user", "content": 5}, "x"]
+    wrong = [
+        None,
+        {"role": "user"},
+        {"content": "x"},
+        {"role": "user", "content": 5},
+        {"role": "<b>", "content": "x"},
+        "x",
+    ]
+    fields = {"reasoning": {}, "wrong": 5, "model": [], "finish": 5, "call": 5, "name": {}, "thought": "x"}
+    lists = [{name: value} for name in ("files", "calls") for value in ("x", {}, [None], [{"name": "a"}])]
+    stats = [{"stats": value} for value in ("x", 5, {"tokens": 5}, {"tokens": 5, "first": "x"})]
+    wrong += [{**text, **each} for each in [*({name: value} for name, value in fields.items()), *lists, *stats]]
     given: list[Any] = [{"id": str(place), "messages": [text, each]} for place, each in enumerate(wrong)]
     given += [None, 5, {"id": 5, "messages": []}, {"id": "5"}]
     # A list without branches, of an earlier version; parents that lead nowhere, or in a circle; a leaf that is none.
-    given.append({"id": "old", "messages": [text, {"role": "assistant", "content": "y", "coming": 5}], "revision": "r"})
+    answer = {
+        "role": "assistant",
+        "content": "y",
+        "coming": 5,
+        "thought": None,
+        "stats": {"tokens": 1, "first": 0.5, "rate": None},
+    }
+    given.append({"id": "old", "messages": [text, answer], "revision": "r"})
     circle = [{**text, "id": "a", "parent": "b"}, {**text, "id": "b", "parent": "a"}]
     given.append({"id": "circle", "messages": circle, "leaf": "c"})
     program = """

@@ -120,12 +120,14 @@ at("import").addEventListener("click", async () => {
   const [file] = await pickFiles({ accept: ".json,application/json" });
   if (!file) return;
   let count = 0;
+  let others = 0;
   try {
-    count = await conversations.take(await file.text());
+    [count, others] = await conversations.take(await file.text());
   } catch {
     count = 0; // no JSON
   }
-  say(count ? `${count} conversations imported` : `${file.name} has no conversations of this page`, !count);
+  const rest = others ? `, ${others} left out: not in the form that this page exports` : "";
+  say(count ? `Imported from ${file.name}: ${count}${rest}` : `${file.name} has no conversations of this page`, !count || others > 0);
   showList();
 });
 at("export").addEventListener("click", (event) => {

@@ -111,16 +111,17 @@ export async function remove(conversation) {
   for (const each of [...unsaved]) await keep(each);
 }
 
-/** Keep the conversations of a file; how many there were. */
+/** Keep the conversations of a file; how many there were, and how many things that are none. */
 export async function take(text) {
   const value = JSON.parse(text);
-  const found = (Array.isArray(value) ? value : [value]).map(tree.understood).filter(Boolean);
+  const all = Array.isArray(value) ? value : [value];
+  const found = all.map(tree.understood).filter(Boolean);
   for (const each of found) {
     const own = byId(each.id);
     if (own) tree.merge(own, each);
     await keep(own ?? each, Math.max(own?.changed ?? 0, each.changed));
   }
-  return found.length;
+  return [found.length, all.length - found.length];
 }
 
 /** What has become of an answer that this tab does not receive: "" (complete), "coming" or "interrupted". */

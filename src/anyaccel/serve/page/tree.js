@@ -10,8 +10,23 @@ export function create() {
   return { id: newId(), title: "", system: "", messages: [], leaf: null, changed: Date.now() };
 }
 
-const isMessage = (value) => typeof value?.role === "string" && typeof value.content === "string";
 const isText = (value) => typeof value === "string";
+const isNumber = (value) => typeof value === "number";
+const isNamedText = (value) => isText(value?.name) && isText(value.text);
+const areNamedTexts = (value) => Array.isArray(value) && value.every(isNamedText);
+const ROLES = ["user", "assistant", "tool"];
+// What a message may have beside its role and content: what draws and sends it relies on these types.
+const FIELDS = {
+  ...Object.fromEntries(["reasoning", "wrong", "model", "finish", "call", "name"].map((name) => [name, isText])),
+  files: areNamedTexts,
+  calls: areNamedTexts,
+  thought: isNumber,
+  stats: (value) => isNumber(value.tokens) && isNumber(value.first) && isNumber(value.rate ?? 0),
+};
+const isMessage = (value) =>
+  ROLES.includes(value?.role) &&
+  isText(value.content) &&
+  Object.entries(FIELDS).every(([name, isRight]) => (value[name] ?? null) === null || isRight(value[name]));
 
 /**
  * What the browser or a file has, as a conversation of this page; null where it is none.
