@@ -72,7 +72,7 @@ def check(settings: ServerSettings) -> None:
             "--api-key and ANYACCEL_API_KEY: a key has to be printable ASCII, without blanks at its ends, "
             "or no header can bring it"
         )
-    if settings.otlp_endpoint is not None and urlsplit(settings.otlp_endpoint).scheme not in ("http", "https"):
+    if settings.otlp_endpoint is not None and not _is_http_address(settings.otlp_endpoint):
         raise UsageError(
             f"--otlp-endpoint {settings.otlp_endpoint}: must be a collector's address for OTLP over HTTP, as in "
             "http://127.0.0.1:4318"
@@ -83,6 +83,14 @@ def check(settings: ServerSettings) -> None:
         )
     if settings.root_path and (not settings.root_path.startswith("/") or settings.root_path.endswith("/")):
         raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")
+
+
+def _is_http_address(given: str) -> bool:
+    try:
+        parts = urlsplit(given)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        return False
 
 
 def parse_origin(given: str) -> str:

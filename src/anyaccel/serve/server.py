@@ -51,7 +51,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _log_config(settings: ServerSettings) -> dict[str, Any]:
-    """uvicorn's log and ours go to standard error, in the form of `logging.config.dictConfig`."""
+    """Each log, also of other packages, goes to standard error; in the form of `logging.config.dictConfig`."""
     level = logging.getLevelName(settings.log_level.upper())
     formatter = {"()": _JsonFormatter} if settings.json_logs else {"format": "%(levelname)s: %(message)s"}
     logger = {"handlers": ["stderr"], "level": level, "propagate": False}
@@ -63,6 +63,7 @@ def _log_config(settings: ServerSettings) -> dict[str, Any]:
         "formatters": {"line": formatter},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {"uvicorn": logger, "uvicorn.error": own, "anyaccel.serve": logger},
+        "root": {"handlers": ["stderr"], **own},
     }
 
 

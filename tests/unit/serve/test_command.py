@@ -10,6 +10,8 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,14 @@ def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:
         listening.check(ServerSettings(ssl_keyfile=key, ssl_certfile=certificate))
 
 
+@pytest.mark.parametrize(
+    "given", ["", "x", "ftp://x", "127.0.0.1:4318", "http://", "http://[::1", "http://x:99999", "http://x:0"]
+)
+def test_a_collector_without_an_address_is_said(given: str) -> None:
+    with pytest.raises(UsageError, match=f"--otlp-endpoint {re.escape(given)}: must be a collector's address"):
+        listening.check(ServerSettings(otlp_endpoint=given))
+
+
 def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -144,6 +154,27 @@ def test_why_an_address_cannot_be_had_decides_what_to_do(
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(UsageError, match=advice):
         listening.bind("127.0.0.1", 80)
+
+
+def test_lines_of_other_packages_are_json_too() -> None:
+    program = """
+    import logging.config
+    from anyaccel.serve.listening import ServerSettings
+    from anyaccel.serve.server import _log_config
+    logging.config.dictConfig(_log_config(ServerSettings(json_logs=True)))
+    for name in ("opentelemetry.exporter", "asyncio", "anyaccel.serve", "uvicorn.error"):
+        logging.getLogger(name).warning("of %s", name)
+        logging.getLogger(name).debug("too much")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["logger"] for line in lines] == [
+        "opentelemetry.exporter",
+        "asyncio",
+        "anyaccel.serve",
+        "uvicorn.error",
+    ]
 
 
 def test_an_empty_host_is_every_address() -> None:
