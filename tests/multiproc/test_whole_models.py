@@ -13,7 +13,7 @@ import ranks
 _COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 2}
 _HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bitnet": ("BitNetConfig", _COMMON | _HEADS),
+    "jetmoe": ("JetMoeConfig", _COMMON | _HEADS),
 }
 IDS = torch.tensor([[5, 17, 90, 3, 64, 28, 11]])
 

@@ -212,11 +212,12 @@ def test_lists_of_weights_that_do_not_fit() -> None:
 
     for wrong, text in [
         (lists[1:], "'embed' is missing"),
-        ([*lists, ("more", 1, 1, "f32", 0, False, False)], "'more' is not one"),
+        ([*lists, ("more", 1, 1, "f32", 0, False, "halves")], "'more' is not one"),
         ([*lists, lists[0]], "listed twice"),
-        ([("embed", 131, 47, "f32", 0, False, False), *lists[1:]], "131 x 47"),
-        ([("embed", 131, 48, "i4", 7, False, False), *lists[1:]], "'embed'"),
-        ([("embed", 131, 48, "i7", 0, False, False), *lists[1:]], "format 'i7'"),
+        ([("embed", 131, 47, "f32", 0, False, "halves"), *lists[1:]], "131 x 47"),
+        ([("embed", 131, 48, "i4", 7, False, "halves"), *lists[1:]], "'embed'"),
+        ([("embed", 131, 48, "i7", 0, False, "halves"), *lists[1:]], "format 'i7'"),
+        ([("embed", 131, 48, "f32", 0, False, "thirds"), *lists[1:]], "scales 'thirds'"),
     ]:
         with pytest.raises(UsageError, match=text):
             make(wrong)
