@@ -121,6 +121,7 @@ void StepThread::add_laurel(const LayerSpec& spec, const LayerWeights& weights) 
     add(residual, row, 1.0f, spec_.hidden);
     add(residual, x_ + t * hidden_stride_, 1.0f, spec_.hidden);
   }
+  if (divides_rows()) barrier(Work::norm);  // then other threads read these rows, and overwrite x
   advance(Norm{}, false);
   for (int64_t t = mine_.begin; t < mine_.end; ++t)
     scale(residual_ + t * hidden_stride_, spec.laurel->scale, spec_.hidden);

@@ -247,9 +247,9 @@ def test_long_prompts_of_a_padded_batch(name: str) -> None:
             _assert_close(logits_BTV[row, width - length :], torch.cat(rows))
 
 
-def _run_ranks(case: Case, size: int) -> list[list[torch.Tensor]]:
+def _run_ranks(case: Case, size: int, threads: int = 1) -> list[list[torch.Tensor]]:
     """What each of `size` ranks computes; the ranks are threads of this process."""
-    models = [_native(case.model, rank=rank, tp=size, threads=1) for rank in range(size)]
+    models = [_native(case.model, rank=rank, tp=size, threads=threads) for rank in range(size)]
     names = [model.create_segment(20.0) for model in models]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda model: model.connect(names, [os.getpid()] * size), models))
@@ -277,6 +277,15 @@ def test_ranks_compute_what_transformers_computes(name: str, size: int) -> None:
     for logits in _run_ranks(case, size):
         for actual, expected in zip(logits, case.logits, strict=True):
             _assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text"])
+def test_the_rows_that_ranks_divide_are_others_than_those_of_their_threads(name: str) -> None:
+    case = _case(name)
+    for _ in range(3):  # threads are not always in each other's way
+        for logits in _run_ranks(case, 3, threads=2):
+            for actual, expected in zip(logits, case.logits, strict=True):
+                _assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", _FAMILIES)
