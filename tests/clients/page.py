@@ -385,6 +385,15 @@ def stopping(context: BrowserContext, url: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
     say(page, "too much")
     expect(page.locator("article .wrong")).to_contain_text("longer than the model can read")
+
+    half = 'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
+    for rest, said in (("", "ended before the answer was complete"), ("data: {x\n\n", "no part of an answer: {x")):
+        sent = {"status": 200, "content_type": "text/event-stream", "body": half + rest}
+        page.route("**/v1/chat/completions", lambda route, _, sent=sent: route.fulfill(**sent))
+        say(page, "cut")
+        last = page.locator("article").last
+        expect(last.locator(".wrong")).to_contain_text(said)
+        expect(last.locator(".text")).to_have_text("half")
     page.close()
 
 

@@ -66,7 +66,7 @@ export async function* chat(body, signal) {
   if (!answer.ok) throw await serverError(answer);
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
+    const chunk = parsed(data);
     if (chunk.error) throw new ServerError(chunk.error.message, 200);
     const choice = chunk.choices[0];
     yield {
@@ -76,5 +76,15 @@ export async function* chat(body, signal) {
       finish: choice?.finish_reason ?? null,
       usage: chunk.usage ?? null,
     };
+  }
+  // A proxy may end a stream that the server has not ended.
+  throw new ServerError("The connection has ended before the answer was complete.", answer.status);
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new ServerError(`The server has sent what is no part of an answer: ${data.slice(0, 200)}`, 200);
   }
 }
