@@ -338,6 +338,10 @@ def test_wrong_custom_tools_are_named() -> None:
     for tool in ({"type": "custom"}, {"type": "custom", "custom": {"name": "a b"}}, {"type": "custom", "custom": 5}):
         answer = chat(FakeEngine(""), {"tools": [tool]})
         assert answer.status == 400 and answer.json["error"]["param"].startswith("tools[0]"), answer.body
+    flat = {"type": "grammar", "syntax": "regex", "definition": "a"}  # as in /v1/responses of OpenAI
+    tool = {"type": "custom", "custom": {"name": "a", "format": flat}}
+    error = chat(FakeEngine(""), {"tools": [tool]}).json["error"]
+    assert error["message"] == "tools[0].custom.format.grammar: is required"
 
 
 def test_the_input_of_a_cut_call_is_what_has_come() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from anyaccel.serve.protocol import limits
 
@@ -214,7 +215,14 @@ class CustomGrammar(Shape):
 
 class CustomFormat(Shape):
     type: Literal["text", "grammar"]
-    grammar: CustomGrammar | None = None
+    grammar: Annotated[CustomGrammar | None, Field(validate_default=True)] = None
+
+    @field_validator("grammar")
+    @classmethod
+    def _is_there(cls, given: CustomGrammar | None, fields: ValidationInfo) -> CustomGrammar | None:
+        if given is None and fields.data.get("type") == "grammar":  # a text would be held to nothing
+            raise PydanticCustomError("missing", "is required")
+        return given
 
 
 class CustomTool(Shape):
