@@ -119,6 +119,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the clients; by default all, and the result is kept")
     options = parser.parse_args()
+    known = [client.name for client in CLIENTS]
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"no client {unknown[0]!r}; there are {', '.join(map(repr, known))} (quote names with blanks)")
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from serve_command import Serving
     from serve_process import serving

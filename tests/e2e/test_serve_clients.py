@@ -57,6 +57,13 @@ def test_clients_do_what_the_table_says(client: serve_clients.Client, tmp_path: 
     assert did == TABLE[client.name]
 
 
+def test_a_client_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["serve_clients.py", "llm", "OpenAI,"])
+    with pytest.raises(SystemExit) as ended:
+        serve_clients.main()
+    assert ended.value.code == 2 and "no client 'OpenAI,'; there are 'OpenAI, Python'" in capsys.readouterr().err
+
+
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
