@@ -129,6 +129,16 @@ def test_values_are_exact_where_the_library_rounds_nothing(name: str, tmp_path: 
     np.testing.assert_array_equal(torch.from_numpy(found).bfloat16().float().numpy(), wanted)
 
 
+@pytest.mark.parametrize("cols", [range(0, 32), range(16, 48), range(48, 64)])
+def test_powers_of_two_are_scales_of_whole_groups_only(cols: range, tmp_path: Path) -> None:
+    """Of ranks whose columns begin within a group of MXFP4, scales are halves."""
+    tensor, wanted = opened("compressed-mxfp4", tmp_path)
+    found = tensor.with_own_scales(cols)
+    assert (found is not None) == (cols.start == 0) == (tensor.format(cols)[0] == "fp4")
+    if found is None:
+        np.testing.assert_array_equal(packed_values(tensor, range(8), cols), wanted[:8, cols.start : cols.stop])
+
+
 def test_modelopt_has_compressed_tensors_values_under_other_names(tmp_path: Path) -> None:
     """NVFP4 as modelopt stores it: the values in `weight`, and the inverse of the whole matrix's scale."""
     tensor, wanted = opened("compressed-nvfp4", tmp_path)

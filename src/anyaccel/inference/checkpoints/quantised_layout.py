@@ -149,8 +149,8 @@ class QuantisedTensor(StoredMatrix):
         return found
 
     def with_own_scales(self, cols: range) -> tuple[ScaleKind, QuantisedTensor] | None:
-        """Itself, where scales are of a kind that `_llm` keeps."""
-        return ("powers", self) if self.type == "mxfp4" else None
+        """Itself, where scales are of a kind that `_llm` keeps: not where a rank begins within a group."""
+        return ("powers", self) if self.type == "mxfp4" and self.format(cols)[0] == "fp4" else None
 
     def floats(self, rows: Any, cols: range) -> Any:
         import numpy
