@@ -71,7 +71,7 @@ class Session:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | environment,
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | environment,
             start_new_session=True,
         )
         try:
@@ -86,7 +86,7 @@ class Session:
 
 
 def last_lines(done: subprocess.CompletedProcess[str]) -> str:
-    return " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+    return " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
 
 
 def conformance(session: Session) -> None:
@@ -97,7 +97,7 @@ def conformance(session: Session) -> None:
 
 def gpu_tests(session: Session) -> None:
     done = session.run(sys.executable, "-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", at_most=240)
-    session.add("tests/gpu", exit=done.returncode, said=done.stdout.strip().splitlines()[-1])
+    session.add("tests/gpu", exit=done.returncode, said=last_lines(done).rpartition(" | ")[2])
 
 
 def speed(session: Session) -> None:
