@@ -93,18 +93,26 @@ class AdapterSource:
 
     def __init__(self, source: TensorSource, folder: Path) -> None:
         self._source = source
-        self._pairs = _pairs(folder)
-        self._scales = _scales(folder, self._pairs)
-        for module, (down, up) in self._pairs.items():
+        self._products: dict[str, tuple[Any, Any]] = {}  # tensor -> up with its scale, as its rows are stored, and down
+        pairs = _pairs(folder)
+        scales = _scales(folder, pairs)
+        for module, (down, up) in pairs.items():
             name = f"{module}.weight"
             if name not in source:
-                raise ModelError(f"{folder}: adapts {module!r}, which the model does not have: it is of another model")
+                raise ModelError(
+                    f"{folder}: adapts {module!r}, which the model does not have as one matrix: the adapter is of "
+                    f"another model, or of stacked experts; then {_MERGE}"
+                )
             base = source.tensor(name)
             if base.transposed or base.plus or len(base.shape) != 2:
                 raise Unsupported(f"adapter of a matrix that is stored otherwise ({base.where})", advice=_MERGE)
             if (up.shape[0], down.shape[1]) != tuple(base.shape) or up.shape[1] != down.shape[0]:
                 shapes = f"{up.shape} and {down.shape} for a matrix of {tuple(base.shape)}"
                 raise ModelError(f"{folder}: {module!r} has {shapes}: the adapter is of another model")
+            stored = up * scales[module]
+            if base.order is not None:
+                stored[list(base.order)] = stored.copy()
+            self._products[name] = stored, down
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
@@ -114,16 +122,7 @@ class AdapterSource:
 
     def tensor(self, name: str) -> Any:
         base = self._source.tensor(name)
-        pair = self._pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if pair is None:
-            return base
-        down, up = pair
-        up = up * self._scales[name.removesuffix(".weight")]
-        if base.order is not None:
-            stored = up.copy()
-            stored[list(base.order)] = up
-            up = stored
-        return MergedTensor(base, up, down)
+        return MergedTensor(base, *self._products[name]) if name in self._products else base
 
     def release(self, name: str) -> None:
         self._source.release(name)

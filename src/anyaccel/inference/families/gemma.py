@@ -140,6 +140,19 @@ def _gemma4_experts(config: Config, norm: Norm) -> Moe:
     )
 
 
+def layer_inputs(config: Config, features: int, norm: Norm) -> LayerInputs:
+    """What each layer gets of a token beside the residual, as Gemma 3n and 4 have it."""
+    return LayerInputs(
+        layers=config.layers,
+        features=features,
+        vocab=config.integer("vocab_size_per_layer_input"),
+        embed_scale=features**0.5,
+        projection_scale=config.hidden**-0.5,
+        scale=2.0**-0.5,
+        norm=norm,
+    )
+
+
 def gemma4(config: Config) -> DecoderSpec:
     """Heads of another size where a layer sees everything; later layers see earlier ones' keys and values."""
     if config.text("use_bidirectional_attention", "") == "all":
@@ -187,17 +200,7 @@ def gemma4(config: Config) -> DecoderSpec:
                 scaled=True,
             )
         )
-    inputs = None
-    if features:
-        inputs = LayerInputs(
-            layers=config.layers,
-            features=features,
-            vocab=config.integer("vocab_size_per_layer_input"),
-            embed_scale=features**0.5,
-            projection_scale=config.hidden**-0.5,
-            scale=2.0**-0.5,
-            norm=norm,
-        )
+    inputs = layer_inputs(config, features, norm) if features else None
     return decoder(
         config,
         layers,

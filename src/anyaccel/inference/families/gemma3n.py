@@ -11,7 +11,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.common import attention, decoder, pre_norm, rms
 from anyaccel.inference.families.family import Family
-from anyaccel.inference.families.gemma import GEMMA4, GEMMA4_DEFAULTS, sharing
+from anyaccel.inference.families.gemma import GEMMA4, GEMMA4_DEFAULTS, layer_inputs, sharing
 from anyaccel.inference.families.gguf import (
     GGUF_FOUR_NORMS,
     GGUF_LLAMA,
@@ -23,7 +23,7 @@ from anyaccel.inference.families.gguf import (
 )
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope, rope_parameters_of
-from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Laurel, LayerInputs, Mlp, QkNorm, Streams
+from anyaccel.inference.spec.decoder import DecoderSpec, InputGate, Laurel, Mlp, QkNorm, Streams
 from anyaccel.inference.spec.mapping import At, Part, Rules, Unsupported
 from anyaccel.validation import check_integer, check_number
 
@@ -106,15 +106,7 @@ def gemma3n(config: Config) -> DecoderSpec:
         tuple(rope(config, config.head_dim, parameters=each) for each in (full, local)),
         embedding_scale=config.hidden**0.5,
         logits_softcap=config.number("final_logit_softcapping", 0.0, minimum=0.0),
-        layer_inputs=LayerInputs(
-            layers=config.layers,
-            features=features,
-            vocab=config.integer("vocab_size_per_layer_input"),
-            embed_scale=features**0.5,
-            projection_scale=config.hidden**-0.5,
-            scale=2.0**-0.5,
-            norm=norm,
-        ),
+        layer_inputs=layer_inputs(config, features, norm),
         streams=streams.count,
     )
 
