@@ -213,8 +213,8 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             past = getattr(output, "past_key_values", None)
             past = past if past is not None else getattr(output, "cache_params", None)
             name = "past_key_values" if getattr(output, "past_key_values", None) is not None else "cache_params"
-            if past is None:
-                break
+            if past is None:  # it keeps none, or to itself
+                return model(tokens, use_cache=False).logits
             end = tokens.shape[1] - step
             more = {name: past}
             if model.config.model_type == "bamba":  # which counts cached positions from 0

@@ -226,19 +226,29 @@ llm::SelectiveScanSpec read_scan(const nb::handle& from) {
   return spec;
 }
 
+constexpr std::initializer_list<std::pair<const char*, llm::Activation>> kActivations = {
+    {"silu", llm::Activation::silu},
+    {"gelu", llm::Activation::gelu},
+    {"gelu_tanh", llm::Activation::gelu_tanh},
+    {"gelu_quick", llm::Activation::gelu_quick},
+    {"relu", llm::Activation::relu},
+    {"relu2", llm::Activation::relu2},
+    {"swiglu_oai", llm::Activation::swiglu_oai},
+    {"xielu", llm::Activation::xielu}};
+
+llm::GatedLruSpec read_lru(const nb::handle& from) {
+  llm::GatedLruSpec spec;
+  get(from, "heads", spec.heads);
+  get(from, "head_dim", spec.head_dim);
+  get(from, "kernel", spec.kernel);
+  choice(from, "activation", spec.activation, kActivations);
+  return spec;
+}
+
 llm::MlpSpec read_mlp(const nb::handle& from) {
-  using llm::Activation;
   llm::MlpSpec spec;
   get(from, "features", spec.features);
-  choice<Activation>(from, "activation", spec.activation,
-                     {{"silu", Activation::silu},
-                      {"gelu", Activation::gelu},
-                      {"gelu_tanh", Activation::gelu_tanh},
-                      {"gelu_quick", Activation::gelu_quick},
-                      {"relu", Activation::relu},
-                      {"relu2", Activation::relu2},
-                      {"swiglu_oai", Activation::swiglu_oai},
-                      {"xielu", Activation::xielu}});
+  choice(from, "activation", spec.activation, kActivations);
   get(from, "gated", spec.gated);
   get(from, "bias", spec.bias);
   get(from, "out_bias", spec.out_bias);
@@ -357,6 +367,8 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   const nb::object recurrent = at(from, "recurrent");
   if (nb::hasattr(recurrent, "step_rank"))
     spec.scan = read_scan(recurrent);
+  else if (nb::hasattr(recurrent, "activation"))
+    spec.lru = read_lru(recurrent);
   else if (nb::hasattr(recurrent, "channels"))
     spec.short_conv = read_short_conv(recurrent);
   else if (!recurrent.is_none())

@@ -17,6 +17,7 @@ from anyaccel.inference.families.family import Family
 from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
+    GatedLru,
     Layer,
     LinearAttention,
     Mla,
@@ -428,11 +429,32 @@ class Reference:
         sequence.states[index] = state
         return _linear(f"{at}.out", (torch.stack(rows) + w[f"{at}.skip"] * x) * F.silu(gate), w)
 
+    def _gated_lru(self, index: int, m: GatedLru, x: Tensor, sequence: Cached) -> Tensor:
+        at, w, count = f"layers.{index}.mixer", self.w, x.shape[0]
+        x, y = _linear(f"{at}.in", x, w).chunk(2, -1)
+        x = _convolve(f"{at}.conv", m.kernel, x, self._remember(index, x, sequence), w)
+        blocks = w[f"{at}.gates"].view(2, m.heads, m.head_dim, m.head_dim)
+        gates = torch.einsum("ghij,thj->gthi", blocks, x.view(count, m.heads, -1)).flatten(2)
+        i, r = torch.sigmoid(gates + w[f"{at}.gates.bias"].view(2, 1, -1))
+        decay = torch.exp(-8 * r * F.softplus(w[f"{at}.rate"]))
+        written = torch.sqrt(1 - decay * decay) * i * x
+        state = sequence.states[index]
+        if state is None:
+            state, written[0] = torch.zeros_like(x[0]), (i * x)[0]
+        rows = []
+        for t in range(count):
+            state = decay[t] * state + written[t]
+            rows.append(state)
+        sequence.states[index] = state
+        return _linear(f"{at}.out", torch.stack(rows) * _activate(m.activation, y, None), w)
+
     def _recurrent(self, index: int, mixer: Recurrent, x: Tensor, sequence: Cached) -> Tensor:
         if isinstance(mixer, ShortConv):
             return self._short_conv(index, mixer, x, sequence)
         if isinstance(mixer, SelectiveScan):
             return self._scan(index, mixer, x, sequence)
+        if isinstance(mixer, GatedLru):
+            return self._gated_lru(index, mixer, x, sequence)
         return self._linear_attention(index, mixer, x, sequence)
 
     def _layer(self, index: int, layer: Layer, h: Tensor, sequence: Cached) -> Tensor:

@@ -795,6 +795,21 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaConfig",
         common(attn_layer_period=2, attn_layer_offset=0, num_experts=1, mamba_proj_bias=True, mamba_conv_bias=False),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        common(num_hidden_layers=3, intermediate_size=80, attention_window_size=5, logits_soft_cap=3.0),
+    ),
+    "recurrent_gemma-biases": (
+        "RecurrentGemmaConfig",
+        common(
+            **_LAYERS4,
+            conv1d_width=3,
+            block_types=["attention", "recurrent"],
+            hidden_activation="silu",
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
     "mamba2": ("Mamba2Config", {**_MAMBA2, "hidden_size": 36, "num_heads": 9, "n_groups": 1}),
     "mamba2-groups": (
         "Mamba2Config",

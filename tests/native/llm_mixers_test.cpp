@@ -190,6 +190,40 @@ void test_scan(const MixerKernels& kernels, int state_dim, int64_t channels) {
   CHECK(each == all && own == state);
 }
 
+void test_recurrence(const MixerKernels& kernels, int64_t channels, bool opens) {
+  constexpr int64_t kTokens = 7;
+  const std::vector<float> x = random(kTokens * channels), rates = random(channels), bias = random(2 * channels),
+                           gates = random(kTokens * 2 * channels, 4.0f), before = random(channels);
+  std::vector<double> s(before.begin(), before.end()), want(x.size());
+  const auto sigmoid_of = [](float value, float of) {
+    return 1 / (1 + std::exp(-static_cast<double>(value) - static_cast<double>(of)));
+  };
+  for (int64_t t = 0; t < kTokens; ++t)
+    for (int64_t i = 0; i < channels; ++i) {
+      const auto at = static_cast<size_t>(t * channels + i), gate = static_cast<size_t>(2 * t * channels + i);
+      const auto channel = static_cast<size_t>(i), other = static_cast<size_t>(channels + i);
+      const double rate = 8 * std::log1p(std::exp(static_cast<double>(rates[channel])));
+      const double decay = std::exp(-rate * sigmoid_of(gates[gate + static_cast<size_t>(channels)], bias[other]));
+      const double in = sigmoid_of(gates[gate], bias[channel]) * static_cast<double>(x[at]);
+      s[channel] = decay * s[channel] + (t == 0 && opens ? in : std::sqrt(1 - decay * decay) * in);
+      want[at] = s[channel];
+    }
+  const auto run = [&](int64_t step, std::vector<float>& state) {
+    std::vector<float> out = x;
+    for (int64_t t = 0; t < kTokens; t += step) {
+      const float* const own = gates.data() + 2 * t * channels;
+      kernels.recur(
+          {rates.data(), own, own + channels, 2 * channels, bias.data(), bias.data() + channels, opens && t == 0},
+          out.data() + t * channels, channels, step, channels, state.data());
+    }
+    return out;
+  };
+  std::vector<float> state = before, own = before;
+  const std::vector<float> all = run(kTokens, state), each = run(1, own);
+  CHECK(close(all, want) && close(state, s));
+  CHECK(each == all && own == state);
+}
+
 }  // namespace
 
 int main() {
@@ -205,6 +239,8 @@ int main() {
     for (const int64_t count : {1, 17, 100}) test_decays(kernels, count);
     for (const int state_dim : {1, 7, 16})
       for (const int64_t channels : {1, 8, 17, 100}) test_scan(kernels, state_dim, channels);
+    for (const int64_t channels : {1, 8, 17, 100})
+      for (const bool opens : {false, true}) test_recurrence(kernels, channels, opens);
     std::printf("%s: passed\n", isa_name(isa));
   }
   return 0;

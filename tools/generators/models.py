@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.inference.families.registry import ARCHITECTURES, FAMILIES
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Recurrent, SelectiveScan, ShortConv
+from anyaccel.inference.spec.decoder import (
+    Attention,
+    DecoderSpec,
+    GatedLru,
+    Layer,
+    Mlp,
+    Recurrent,
+    SelectiveScan,
+    ShortConv,
+)
 from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "models.md"
@@ -54,6 +63,8 @@ def _mixer(mixer: Recurrent) -> str:
         return "short convolution"
     if isinstance(mixer, SelectiveScan):
         return "selective scan (Mamba)"
+    if isinstance(mixer, GatedLru):
+        return "gated linear recurrent unit"
     if mixer.delta:
         return "Kimi delta attention" if mixer.decay_rank else "gated delta rule"
     if mixer.slopes:

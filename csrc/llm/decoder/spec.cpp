@@ -109,6 +109,12 @@ void check_scan(const std::string& where, const SelectiveScanSpec& scan, const D
     fail(where, "ranks have no room for the sums of " + std::to_string(select_rows(scan)) + " values");
 }
 
+void check_lru(const std::string& where, const GatedLruSpec& lru) {
+  in_range(where, "heads", lru.heads, 1, 1 << 16);
+  in_range(where, "head_dim", lru.head_dim, 1, 1 << 14);
+  in_range(where, "kernel", lru.kernel, 1, kMostTaps);
+}
+
 void check_mlp(const std::string& where, const MlpSpec& mlp) {
   in_range(where, "features", mlp.features, 1);
   if (mlp.activation == Activation::xielu && mlp.gated) fail(where, "xielu is of an mlp without gates");
@@ -127,6 +133,7 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
   if (layer.short_conv) check_short_conv(where, *layer.short_conv);
   if (layer.linear_attention) check_linear_attention(where, *layer.linear_attention, spec);
   if (layer.scan) check_scan(where, *layer.scan, spec);
+  if (layer.lru) check_lru(where, *layer.lru);
   if (spec.size > 1 && layer.is_recurrent() && layer.attention &&
       (layer.attention->out_norm || (layer.attention->qk_norm && layer.attention->qk_norm->across)))
     fail(where, "beside a recurrent mixer, ranks have no norm over all heads");

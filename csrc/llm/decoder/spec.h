@@ -134,6 +134,13 @@ struct SelectiveScanSpec {
   std::optional<NormSpec> norm;
 };
 
+struct GatedLruSpec {
+  int heads = 0;
+  int head_dim = 0;
+  int kernel = 0;
+  Activation activation = Activation::gelu_tanh;
+};
+
 struct MlpSpec {
   int64_t features = 0;
   Activation activation = Activation::silu;
@@ -247,12 +254,13 @@ struct LayerSpec {
   std::optional<ShortConvSpec> short_conv;  // at most one of these: Python's `recurrent`
   std::optional<LinearAttentionSpec> linear_attention;
   std::optional<SelectiveScanSpec> scan;
+  std::optional<GatedLruSpec> lru;
   std::vector<float> weight_factors;  // which the weights that come here have been multiplied by
   std::optional<LaurelSpec> laurel;
   std::optional<StreamsSpec> streams;
 
   bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
-  bool is_recurrent() const { return short_conv.has_value() || linear_attention.has_value() || scan.has_value(); }
+  bool is_recurrent() const { return short_conv || linear_attention || scan || lru; }
 };
 
 struct DecoderSpec {
@@ -337,6 +345,8 @@ inline int64_t step_rows(const LinearAttentionSpec& a) {
   if (a.decay_rank > 0) return int64_t{a.decay_rank} + a.heads + a.gate_rank;
   return product(a.strength == LinearAttentionSpec::Strength::sigmoid ? 2 : 1, a.heads);
 }
+
+inline int64_t channels_of(const GatedLruSpec& lru) { return product(lru.heads, lru.head_dim); }
 
 // Of a token: the input of its steps, then b and c.
 inline int64_t select_rows(const SelectiveScanSpec& scan) { return scan.step_rank + 2 * int64_t{scan.state_dim}; }

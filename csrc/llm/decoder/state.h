@@ -13,7 +13,7 @@ namespace anyaccel::llm {
 struct StateLayout {
   struct OfLayer {
     int64_t window = 0;    // [kernel - 1, channels]
-    int64_t matrices = 0;  // [heads, key_dim, value_dim], or [state_dim, channels]
+    int64_t matrices = 0;  // [heads, key_dim, value_dim], [state_dim, channels] or [channels]
   };
   std::vector<OfLayer> layers;
   int64_t floats = 0;
@@ -35,6 +35,10 @@ struct StateLayout {
       if (layer.scan) {
         own.window = take((layer.scan->kernel - 1) * layer.scan->channels);
         own.matrices = take(layer.scan->channels * layer.scan->state_dim);
+      }
+      if (layer.lru) {
+        own.window = take((layer.lru->kernel - 1) * channels_of(*layer.lru));
+        own.matrices = take(channels_of(*layer.lru));
       }
       layers.push_back(own);
     }

@@ -107,6 +107,7 @@ class WeightWalk {
     if (spec.short_conv) short_conv(at + "mixer.", *spec.short_conv, out);
     if (spec.linear_attention) linear_attention(at + "mixer.", *spec.linear_attention, out);
     if (spec.scan) selective_scan(at + "mixer.", *spec.scan, out);
+    if (spec.lru) gated_lru(at + "mixer.", *spec.lru, out);
     norm(at + "attn_post_norm", spec.attn_post_norm, hidden_, out.attn_post_norm);
     norm(at + "mlp_norm", spec.mlp_norm, hidden_, out.mlp_norm);
     if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
@@ -239,6 +240,19 @@ class WeightWalk {
     out.rate = vector(at + "rate", product(scan.channels, scan.state_dim));
     out.skip = vector(at + "skip", scan.channels);
     matrix(at + "out", hidden_, scan.channels, out.mix_out, scan.out_bias);
+  }
+
+  // Rows of `in` are x and the output's gate; of `gates` those of each head's inputs, then those of each one's decays.
+  void gated_lru(const std::string& at, const GatedLruSpec& lru, LayerWeights& out) {
+    const int64_t channels = channels_of(lru);
+    linear(at + "in", product(2, channels), hidden_, true, {&out.mix_in, &out.mix_gates[0]});
+    convolution(at, channels, lru.kernel, true, out);
+    out.head_gates.resize(2 * static_cast<size_t>(lru.heads));
+    std::vector<LinearWeights*> parts;
+    for (LinearWeights& each : out.head_gates) parts.push_back(&each);
+    linear(at + "gates", product(2, channels), lru.head_dim, true, parts);
+    out.rate = vector(at + "rate", channels);
+    matrix(at + "out", hidden_, channels, out.mix_out, true);
   }
 
   // Rows of `qkv` are queries, keys, values (and gates); of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and
@@ -779,6 +793,7 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
                                      &layer.laurel_down,
                                      &layer.laurel_up})
       add(*one);
+    for (const LinearWeights& each : layer.head_gates) add(each);
     add_mlp(layer.mlp);
     add_mlp(layer.shared);
     const auto count = static_cast<double>(layer.experts.size());

@@ -90,6 +90,8 @@ struct LayerWeights {
   LinearWeights mix_select, mix_step_up;
   Norm step_norm, b_norm, c_norm;
   std::vector<float> scan_rates;
+  // The gated linear recurrent unit: of each head the input's gates, then of each the decays'; `rate` is [channels].
+  std::vector<LinearWeights> head_gates;
   MlpWeights mlp;
   LinearWeights router;
   const float* choice_bias = nullptr;

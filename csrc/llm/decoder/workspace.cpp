@@ -75,6 +75,11 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
       most(mixer_out, select_rows(*layer.scan));
       two_gates = true;
     }
+    if (layer.lru) {
+      most(mixed, channels_of(*layer.lru));
+      most(steps, 2 * channels_of(*layer.lru));
+      two_gates = true;
+    }
     const auto mlp = [&](const MlpSpec& m) {
       most(features, m.features);
       gated = gated || m.gated;

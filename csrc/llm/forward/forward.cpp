@@ -73,6 +73,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
           &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
           &layer.mix_gate_up, &layer.mix_out, &layer.laurel_down, &layer.laurel_up})
       add_shape(shapes_, linear->w);
+    for (const LinearWeights& each : layer.head_gates) add_shape(shapes_, each.w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
       add_shape(shapes_, mlp.gate.w);
       add_shape(shapes_, mlp.down.w);
@@ -248,7 +249,7 @@ void Forward::find_spans(const StepTokens& step) {
     if (query.sequence == last)
       spans_.back().tokens += query.tokens;
     else
-      spans_.push_back({query.row, query.tokens, cache_.state(query.sequence)});
+      spans_.push_back({query.row, query.tokens, cache_.state(query.sequence), query.position == 0});
     last = query.sequence;
   }
 }
@@ -668,6 +669,7 @@ int StepThread::mix(size_t index) noexcept {
   if (spec.short_conv) short_conv(index, deltas - 1);
   if (spec.linear_attention) linear_attention(index, deltas - 1);
   if (spec.scan) selective_scan(index, deltas - 1);
+  if (spec.lru) gated_lru(index, deltas - 1);
   if (deltas == 2) {
     mark(Work::out);
     fresh();

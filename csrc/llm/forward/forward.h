@@ -95,6 +95,7 @@ class Forward {
   struct Span {
     int64_t row, tokens;
     float* state;
+    bool opens;  // they are the sequence's first ones
   };
 
   // Queries of few tokens whose rows follow each other, at most kLatentTokens in all; their rows count from `row`.

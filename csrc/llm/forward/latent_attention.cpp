@@ -68,27 +68,6 @@ void StepThread::rotate_latent(const AttentionSpec& spec, const LayerWeights& we
   }
 }
 
-// out[t, head] = matrix_of(head) x[t, head] for `tokens` tokens, few at a time: threads divide the heads, and if there
-// are more threads, each head's rows.
-template <class MatrixOf>
-void StepThread::multiply_heads(int heads, int64_t tokens, const float* x, int64_t x_stride, int64_t x_head, float* out,
-                                int64_t out_stride, int64_t out_head, const MatrixOf& matrix_of) noexcept {
-  const int pieces = std::max(threads_ / heads, 1);
-  const Range own = part_of(static_cast<int64_t>(heads) * pieces, thread_, threads_);
-  for (int64_t item = own.begin; item < own.end; ++item) {
-    const int64_t head = item / pieces;
-    const Matrix& w = matrix_of(static_cast<size_t>(head));
-    Input& input = own_.inputs.at(own_.inputs.index(w.shape()));
-    for (int64_t first = 0; first < tokens; first += kGemvTokens) {
-      const int count = static_cast<int>(std::min<int64_t>(tokens - first, kGemvTokens));
-      input.prepare(w.shape(), x + first * x_stride + head * x_head, x_stride, nullptr, count, 0, 1);
-      multiply(w, input, Output{out + first * out_stride + head * out_head, out_stride},
-               static_cast<int>(item % pieces), pieces);
-    }
-  }
-  fresh();
-}
-
 void StepThread::attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                                 const LatentRun& run) noexcept {
   const MlaSpec& mla = *spec.mla;

@@ -340,4 +340,42 @@ void StepThread::selective_scan(size_t index, int which) noexcept {
                 hidden_stride_);
 }
 
+void StepThread::gated_lru(size_t index, int which) noexcept {
+  const GatedLruSpec& spec = *spec_.layers[index].lru;
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.mixed), gates_stride = padded_stride(forward_.widths_.steps);
+  const int64_t all = weights.conv_channels;
+  float* const mixed = shared_.mixed.get();
+  float* const gates = shared_.steps.get();
+  const Input& in = input(weights.mix_in.w.shape(), x_, hidden_stride_, tokens_);
+  multiply_into(weights.mix_gates[0], in, shared_.mix_gates[0].get(), stride);
+  multiply_into(weights.mix_in, in, mixed, stride);
+  if (!small_) barrier(Work::mix_in);
+  convolve_own(index, {}, mixed, stride, channels_of(weights.mix_in.w.shape(), all));
+  barrier(Work::mix);
+  for (const int kind : {0, 1})
+    multiply_heads(spec.heads, tokens_, mixed, stride, spec.head_dim, gates + kind * all, gates_stride, spec.head_dim,
+                   [&](size_t head) -> const Matrix& {
+                     return weights.head_gates[static_cast<size_t>(kind * spec.heads) + head].w;
+                   });
+  barrier(Work::mix_in);
+  const Range units = part_of((all + kChannelUnit - 1) / kChannelUnit, thread_, threads_);
+  const int64_t first = units.begin * kChannelUnit, count = std::min(units.end * kChannelUnit, all) - first;
+  const float* const bias = weights.head_gates.front().bias + first;
+  for (const Forward::Span& span : forward_.spans_) {
+    const float* const own = gates + span.row * gates_stride + first;
+    const int64_t at = span.row * stride + first;
+    recur({weights.rate + first, own, own + all, gates_stride, bias, bias + all, span.opens}, mixed + at, stride,
+          span.tokens, count, span.state + forward_.states_.layers[index].matrices + first);
+  }
+  for (int64_t t = 0; t < tokens_ && count > 0; ++t) {
+    float* const x = mixed + t * stride + first;
+    activate(spec.activation, shared_.mix_gates[0].get() + t * stride + first, x, count, x);
+  }
+  barrier(Work::mix);
+  fresh();
+  multiply_into(weights.mix_out, input(weights.mix_out.w.shape(), mixed, stride, tokens_), delta(which),
+                hidden_stride_);
+}
+
 }  // namespace anyaccel::llm

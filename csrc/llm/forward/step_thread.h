@@ -66,6 +66,12 @@ class StepThread {
   // thread has a copy of its own. Nothing else may be in this rank's slot.
   const float* norm_rows(const Norm& norm, float* x, int64_t stride, int64_t count) noexcept;
 
+  // out[t, head] = matrix_of(head) x[t, head] for `tokens` tokens, few at a time: threads divide the heads, and if
+  // there are more threads, each head's rows.
+  template <class MatrixOf>
+  void multiply_heads(int heads, int64_t tokens, const float* x, int64_t x_stride, int64_t x_head, float* out,
+                      int64_t out_stride, int64_t out_head, const MatrixOf& matrix_of) noexcept;
+
   // --- attention_layer.cpp
   void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void attention(size_t index) noexcept;
@@ -81,9 +87,6 @@ class StepThread {
   using LatentRun = Forward::LatentRun;
   void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void rotate_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
-  template <class MatrixOf>
-  void multiply_heads(int heads, int64_t tokens, const float* x, int64_t x_stride, int64_t x_head, float* out,
-                      int64_t out_stride, int64_t out_head, const MatrixOf& matrix_of) noexcept;
   // Of the few tokens of a run, and of one long query.
   void attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                       const LatentRun& run) noexcept;
@@ -103,6 +106,7 @@ class StepThread {
   void linear_attention(size_t index, int which) noexcept;
   void select(size_t index) noexcept;
   void selective_scan(size_t index, int which) noexcept;
+  void gated_lru(size_t index, int which) noexcept;
 
   // --- mlp.cpp
   // `scales`: of the rows of gate and up, before the activation; null: none.
@@ -184,5 +188,24 @@ class StepThread {
   Norm pending_post_;
   float pending_scale_ = 1;
 };
+
+template <class MatrixOf>
+void StepThread::multiply_heads(int heads, int64_t tokens, const float* x, int64_t x_stride, int64_t x_head, float* out,
+                                int64_t out_stride, int64_t out_head, const MatrixOf& matrix_of) noexcept {
+  const int pieces = std::max(threads_ / heads, 1);
+  const Range own = part_of(static_cast<int64_t>(heads) * pieces, thread_, threads_);
+  for (int64_t item = own.begin; item < own.end; ++item) {
+    const int64_t head = item / pieces;
+    const Matrix& w = matrix_of(static_cast<size_t>(head));
+    Input& input = own_.inputs.at(own_.inputs.index(w.shape()));
+    for (int64_t first = 0; first < tokens; first += kGemvTokens) {
+      const int count = static_cast<int>(std::min<int64_t>(tokens - first, kGemvTokens));
+      input.prepare(w.shape(), x + first * x_stride + head * x_head, x_stride, nullptr, count, 0, 1);
+      multiply(w, input, Output{out + first * out_stride + head * out_head, out_stride},
+               static_cast<int>(item % pieces), pieces);
+    }
+  }
+  fresh();
+}
 
 }  // namespace anyaccel::llm

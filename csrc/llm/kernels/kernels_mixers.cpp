@@ -10,6 +10,7 @@ namespace {
 using namespace simd::ANYACCEL_ISA_VARIANT;
 using simd::ANYACCEL_ISA_VARIANT::add;
 using simd::ANYACCEL_ISA_VARIANT::sigmoid;
+using simd::ANYACCEL_ISA_VARIANT::sqrt;
 
 struct Whole {
   static Vec get(const float* p) { return load(p); }
@@ -180,6 +181,32 @@ void scan_rows(const SelectiveScan& scan, float* x, int64_t stride, int64_t toke
   if (at < channels) scan_vector(scan, Part{channels - at}, at, x, stride, tokens, state, state_stride);
 }
 
+// --- the gated recurrence
+
+template <class Io>
+void recur_vector(const GatedRecurrence& unit, Io io, int64_t at, float* x, int64_t stride, int64_t tokens,
+                  float* state) {
+  const Vec rate = mul(broadcast(-8.0f), softplus_of(io.get(unit.rates + at)));
+  const Vec input_bias = io.get(unit.input_bias + at), decay_bias = io.get(unit.decay_bias + at);
+  Vec s = io.get(state + at);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* const row = x + t * stride + at;
+    const int64_t gate = t * unit.gates_stride + at;
+    const Vec decay = exp(mul(rate, sigmoid(add(io.get(unit.decay_gates + gate), decay_bias))));
+    Vec in = mul(io.get(row), sigmoid(add(io.get(unit.input_gates + gate), input_bias)));
+    if (t > 0 || !unit.opens) in = mul(in, sqrt(fnma(decay, decay, broadcast(1.0f))));
+    s = fma(decay, s, in);
+    io.put(row, s);
+  }
+  io.put(state + at, s);
+}
+
+void recur_rows(const GatedRecurrence& unit, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state) {
+  int64_t at = 0;
+  for (; at + kLanes <= channels; at += kLanes) recur_vector(unit, Whole{}, at, x, stride, tokens, state);
+  if (at < channels) recur_vector(unit, Part{channels - at}, at, x, stride, tokens, state);
+}
+
 template <class Io>
 void decay_vector(Io io, const float* x, const float* bias, float rate, float* out) {
   io.put(out, exp(mul(broadcast(-rate), softplus_of(add(io.get(x), io.get(bias))))));
@@ -191,7 +218,7 @@ void decay_row(const float* x, const float* bias, float rate, int64_t n, float* 
   if (i < n) decay_vector(Part{n - i}, x + i, bias + i, rate, out + i);
 }
 
-constexpr MixerKernels kKernels{convolve_rows, attend_head, scan_rows, decay_row};
+constexpr MixerKernels kKernels{convolve_rows, attend_head, scan_rows, recur_rows, decay_row};
 
 }  // namespace
 }  // namespace anyaccel::llm

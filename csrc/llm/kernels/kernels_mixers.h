@@ -14,6 +14,7 @@ struct MixerKernels {
   void (*attend_linearly)(const LinearHead& head);
   void (*scan)(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
                int64_t state_stride);
+  void (*recur)(const GatedRecurrence& unit, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state);
   void (*decays)(const float* x, const float* bias, float rate, int64_t n, float* out);
 };
 

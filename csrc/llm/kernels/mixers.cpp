@@ -30,6 +30,11 @@ void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, i
   if (tokens > 0 && channels > 0) kernels().scan(scan, x, stride, tokens, channels, state, state_stride);
 }
 
+void recur(const GatedRecurrence& unit, float* x, int64_t stride, int64_t tokens, int64_t channels,
+           float* state) noexcept {
+  if (tokens > 0 && channels > 0) kernels().recur(unit, x, stride, tokens, channels, state);
+}
+
 void decays(const float* x, const float* bias, float rate, int64_t n, float* out) noexcept {
   kernels().decays(x, bias, rate, n, out);
 }

@@ -65,6 +65,22 @@ struct SelectiveScan {
 void scan(const SelectiveScan& scan, float* x, int64_t stride, int64_t tokens, int64_t channels, float* state,
           int64_t state_stride) noexcept;
 
+// A real-gated linear recurrent unit, each channel alone, in place: with i and r the sigmoids of the gates' inputs and
+// biases, a = exp(-8 * r * softplus(rates)), S = a * S + sqrt(1 - a^2) * i * x[t], then x[t] = S. The factor of the
+// first token of a sequence (`opens`) is 1.
+struct GatedRecurrence {
+  const float* rates;        // [channels]
+  const float* input_gates;  // [tokens, channels]
+  const float* decay_gates;
+  int64_t gates_stride;
+  const float* input_bias;  // [channels]
+  const float* decay_bias;
+  bool opens;
+};
+// x, all of the above, and the state [channels] begin at the first of `channels`.
+void recur(const GatedRecurrence& unit, float* x, int64_t stride, int64_t tokens, int64_t channels,
+           float* state) noexcept;
+
 // out = exp(-rate * log(1 + exp(x + bias))), of n values.
 void decays(const float* x, const float* bias, float rate, int64_t n, float* out) noexcept;
 // out = scale * x / sqrt(sum of squares + eps)

@@ -51,10 +51,21 @@ class Case:
     logits: list[torch.Tensor]  # of all of them
 
 
+def _start(model: Any) -> dict[str, Any]:
+    """What a first step gets: RecurrentGemma has its states in its modules, and gives back no cache that it makes."""
+    if model.config.model_type != "recurrent_gemma":
+        return {}
+    from transformers import DynamicCache
+
+    model._setup_cache(model.config, 1, "cpu", torch.float32)
+    return {"past_key_values": DynamicCache(config=model.config)}
+
+
 def _past(model: Any, output: Any, length: int) -> dict[str, Any]:
-    """What the next step gets of this one; Mamba's models have a name of their own for it, and Bamba counts from 0."""
+    """What the next step gets of this one; Mamba's models have a name of their own for it, and some count from 0."""
     past = {name: output[name] for name in ("past_key_values", "cache_params") if name in output}
-    return past | ({"position_ids": torch.tensor([[length]])} if model.config.model_type == "bamba" else {})
+    counts = model.config.model_type in ("bamba", "recurrent_gemma")
+    return past | ({"position_ids": torch.tensor([[length]])} if counts else {})
 
 
 @functools.cache
@@ -69,10 +80,11 @@ def _case(name: str) -> Case:
     logits = []
     with torch.inference_mode():
         for count, ids in zip(_PROMPTS, tokens, strict=True):
-            output = model(torch.tensor([ids[:count]]), use_cache=True)
+            start = _start(model)
+            output = model(torch.tensor([ids[:count]]), use_cache=True, **start)
             rows = [output.logits[0]]
             for length, token in enumerate(ids[count:], count):
-                output = model(torch.tensor([[token]]), use_cache=True, **_past(model, output, length))
+                output = model(torch.tensor([[token]]), use_cache=True, **start | _past(model, output, length))
                 rows.append(output.logits[0])
             logits.append(torch.cat(rows))
     return Case(model, config, spec, decoder_reference.assemble(family, spec, model.state_dict()), tokens, logits)

@@ -15,8 +15,8 @@ from anyaccel.errors import ModelError, UsageError
 
 _llm = pytest.importorskip("anyaccel._llm")
 
-# Attention beside it, and none.
-CASES = ["lfm2", "qwen3_next", "mamba2", "jamba"]
+# All mixers; attention beside them, and none.
+CASES = ["lfm2", "qwen3_next", "mamba2", "jamba", "kimi_linear", "minimax", "recurrent_gemma"]
 VOCAB = 131
 
 

@@ -33,6 +33,7 @@ STRUCTS = {
     decoder.Attention: ("AttentionSpec", "read_attention"),
     decoder.ShortConv: ("ShortConvSpec", "read_short_conv"),
     decoder.SelectiveScan: ("SelectiveScanSpec", "read_scan"),
+    decoder.GatedLru: ("GatedLruSpec", "read_lru"),
     decoder.LinearAttention: ("LinearAttentionSpec", "read_linear_attention"),
     decoder.Mlp: ("MlpSpec", "read_mlp"),
     decoder.Moe: ("MoeSpec", "read_moe"),
@@ -94,7 +95,10 @@ def test_python_and_cpp_have_the_same_fields(cls: Any) -> None:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # Python has one field for either of several kinds, C++ an optional one for each.
     if cls is decoder.Layer:
-        for either, names in {"mlp": ("mlp", "moe"), "recurrent": ("short_conv", "linear_attention", "scan")}.items():
+        for either, names in {
+            "mlp": ("mlp", "moe"),
+            "recurrent": ("short_conv", "linear_attention", "scan", "lru"),
+        }.items():
             kinds = [kind for kind in typing.get_args(hints.pop(either)) if kind is not types.NoneType]
             assert [declared.pop(name)[0] for name in names] == [f"std::optional<{STRUCTS[kind][0]}>" for kind in kinds]
             del fields[either]
@@ -107,6 +111,7 @@ def test_python_and_cpp_have_the_same_fields(cls: Any) -> None:
 
 def test_python_and_cpp_have_the_same_words_for_choices() -> None:
     texts = dict(re.findall(r'from,\s*"(\w+)", \w+\.\w+,\s*(\{\{.*?\}\})\)', READER, re.DOTALL))
+    texts["activation"] = READER.partition("kActivations")[2].partition(";")[0]
     wanted = {
         field.name: typing.get_args(typing.get_type_hints(cls)[field.name])
         for cls in STRUCTS
@@ -159,6 +164,7 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
         decoder.Layer(latent, decoder.Moe(4, 2, mlp, shared=mlp), mlp_post_norm=norm),
         decoder.Layer(None, mlp, recurrent=decoder.ShortConv(16, 3)),
         decoder.Layer(None, mlp, recurrent=decoder.SelectiveScan(16, 4, 3, 5, norm=norm)),
+        decoder.Layer(None, mlp, recurrent=decoder.GatedLru(2, 8, 3, "gelu")),
         decoder.Layer(attention, None, recurrent=decoder.LinearAttention(4, 2, 8, 8, norm=norm)),
         decoder.Layer(attention, mlp, laurel=decoder.Laurel(4, norm, 0.5), streams=decoder.Streams(3, norm)),
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,6 +122,12 @@ def llama_like(
         pre_norm(norm, attention(config, window=window, **more), mlp) for window in each_window or [0] * config.layers
     ]
     return decoder(config, layers, norm, (rope(config, config.head_dim),))
+
+
+def round_bf16(value: float) -> float:
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
+    return float(rounded)
 
 
 def own_head_dim(config: Config) -> int:

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.inference.families.bloom import BLOOM, GGUF_BLOOM_LAYER, alibi_slopes
-from anyaccel.inference.families.common import attention, decoder, layer_norm, own_head_dim, plain
+from anyaccel.inference.families.common import attention, decoder, layer_norm, own_head_dim, plain, round_bf16
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.gguf import Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
 from anyaccel.inference.spec.mapping import At, Part, Rule, Unsupported
-
-
-def _bf16(value: float) -> float:
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    (rounded,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
-    return float(rounded)
 
 
 def falcon(config: Config) -> DecoderSpec:
@@ -37,7 +30,7 @@ def falcon(config: Config) -> DecoderSpec:
     bias = config.get_bool("bias")
     alibi = config.get_bool("alibi")
     # transformers rounds the slopes to bf16 and adds the bias before the scores are divided by sqrt(head_dim).
-    slopes = tuple(_bf16(slope) * dim**-0.5 for slope in alibi_slopes(config.heads)) if alibi else ()
+    slopes = tuple(round_bf16(slope) * dim**-0.5 for slope in alibi_slopes(config.heads)) if alibi else ()
     layer = Layer(
         attention(config, rope=-1 if alibi else 0, kv_heads=kv_heads, head_dim=dim, bias=bias, alibi=slopes),
         plain(config, config.size("ffn_hidden_size", 4 * config.hidden), "activation", bias),

@@ -24,8 +24,8 @@ from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
 # Matrices of a few rows, of which much depends: experts are chosen, or states forgotten, by small differences.
 ALWAYS_FLOAT = ("router", "shared_gate", "steps")
-# Small matrices that cost much when they are rounded: those of Mamba's steps, as in llama.cpp.
-AT_LEAST_16_BITS = ("positions", "distances", "select", "step_up")
+# Small matrices that cost much when they are rounded: those of Mamba's steps, as in llama.cpp, and of decays.
+AT_LEAST_16_BITS = ("positions", "distances", "select", "step_up", "gates")
 _EIGHT: Format = ("i8", 0, False)
 # Those that are smaller than what --dtype int8 would make of them, or as large, and exact.
 _KEPT_AS_8_BITS = QUANTISED - {"i4"}

@@ -329,6 +329,8 @@ def _module_logits(twin: Any, ids_BT: torch.Tensor, tokens: int, recurrent: bool
         for first, last in _row_slices(tokens, ids_BT.shape[1]):
             output = twin(ids_BT[:, first:last], use_cache=tokens < ids_BT.shape[1], **past)
             past = {name: output[name] for name in ("past_key_values", "cache_params") if output.get(name) is not None}
+            if not past and last < ids_BT.shape[1]:  # RecurrentGemma keeps its states to itself
+                return twin(ids_BT, use_cache=False).logits.float()  # type: ignore[no-any-return]
             if counts and past:
                 past["position_ids"] = torch.arange(last, last + 1)[None].expand(len(ids_BT), 1)
             found.append(output.logits.float())

@@ -20,6 +20,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
+    GatedLru,
     Layer,
     LinearAttention,
     Mlp,
@@ -93,7 +94,13 @@ def _linear_heads(mixer: LinearAttention, rank: int, size: int) -> HeadShard:
     )
 
 
+def _lru_heads(mixer: GatedLru, rank: int, size: int) -> range:
+    return split_heads(mixer.heads, mixer.heads, size)[rank].query
+
+
 def _recurrent(mixer: Recurrent, rank: int, size: int) -> Recurrent:
+    if isinstance(mixer, GatedLru):
+        return replace(mixer, heads=len(_lru_heads(mixer, rank, size)))
     if isinstance(mixer, ShortConv | SelectiveScan):
         return replace(mixer, channels=len(split_features(mixer.channels, size)[rank]))
     heads = _linear_heads(mixer, rank, size)
@@ -186,6 +193,8 @@ def _recurrent_slices(mixer: Recurrent, rank: int, size: int) -> Iterator[tuple[
         yield from _short_conv_slices(mixer, rank, size)
     elif isinstance(mixer, SelectiveScan):
         yield from _scan_slices(mixer, rank, size)
+    elif isinstance(mixer, GatedLru):
+        yield from _lru_slices(mixer, rank, size)
     else:
         yield from _linear_slices(mixer, rank, size)
 
@@ -210,6 +219,17 @@ def _scan_slices(mixer: SelectiveScan, rank: int, size: int) -> Iterator[tuple[s
     yield "rate", WeightSlice((_scaled(part, mixer.state_dim),))
     for name in ("conv.bias", "step_up", "step_up.bias", "skip"):
         yield name, WeightSlice((part,))
+    yield "out", WeightSlice((), part)
+
+
+def _lru_slices(mixer: GatedLru, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    part, all_channels = _scaled(_lru_heads(mixer, rank, size), mixer.head_dim), mixer.heads * mixer.head_dim
+    both = WeightSlice((part, _scaled(part, 1, all_channels)))
+    for name in ("in", "in.bias", "gates", "gates.bias"):
+        yield name, both
+    yield "conv.weight", WeightSlice((_scaled(part, mixer.kernel),))
+    yield "conv.bias", WeightSlice((part,))
+    yield "rate", WeightSlice((part,))
     yield "out", WeightSlice((), part)
 
 

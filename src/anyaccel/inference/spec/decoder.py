@@ -231,8 +231,29 @@ class SelectiveScan:
     norm: Norm | None = None
 
 
+@dataclass(frozen=True)
+class GatedLru:
+    """A real-gated linear recurrent unit behind a convolution (Griffin, De et al., 2024; RecurrentGemma).
+
+    x and y are linear in the input, and x goes through a causal convolution. Each channel has a state S, and two gates
+    between 0 and 1, which are linear in the x of its head: i of the input, r of the decay
+    a = exp(-8 r softplus(rate)). S = a S + sqrt(1 - a^2) i x, without the root for a sequence's first token; then
+    out(S act(y)).
+
+    Attributes:
+        head_dim: channels of a head.
+        kernel: tokens that the convolution sees.
+        activation: of y.
+    """
+
+    heads: int
+    head_dim: int
+    kernel: int
+    activation: Activation
+
+
 # What has a state of fixed size for each sequence, in the place of keys and values.
-Recurrent = ShortConv | LinearAttention | SelectiveScan
+Recurrent = ShortConv | LinearAttention | SelectiveScan | GatedLru
 
 
 @dataclass(frozen=True)

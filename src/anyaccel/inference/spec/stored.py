@@ -10,6 +10,7 @@ from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
     Distances,
+    GatedLru,
     HiddenInputs,
     InputGate,
     Laurel,
@@ -69,5 +70,6 @@ def _made(name: str, value: Any) -> Any:
     if name == "mlp" and "experts" in value:
         kind = Moe
     if name == "recurrent":
-        kind = SelectiveScan if "step_rank" in value else ShortConv if "channels" in value else LinearAttention
+        marks = {"step_rank": SelectiveScan, "activation": GatedLru, "channels": ShortConv}
+        kind = next((kind for mark, kind in marks.items() if mark in value), LinearAttention)
     return kind(**{field: _made(field, each) for field, each in value.items()})
