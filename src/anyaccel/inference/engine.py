@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,9 @@ from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, 
 from anyaccel.inference.opening import OwnCode, accelerator_is_cpu, open_model
 from anyaccel.inference.options import QUANTISED, ModelOptions, dtype_name
 from anyaccel.inference.spec.mapping import Unsupported
+
+if TYPE_CHECKING:
+    from anyaccel.inference.hf.native_loop import Job
 
 logger = logging.getLogger(__name__)
 
@@ -207,14 +211,39 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         """
         if self.native is not None:
             return self.module.generate(*args, **kwargs)
+        from anyaccel.inference.generic.requests import computed_together
         from anyaccel.inference.hf.generate_checks import check_arguments
         from anyaccel.inference.hf.native_generate import preserve_configurations, seeded
+        from anyaccel.inference.hf.native_loop import run
 
         check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
         seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
+        together = computed_together(self)
+        job = None if together is None else self._job(together, args, kwargs, seed, generator)
+        if together is not None and job is not None:
+            return run(together, job)
         synchronise_sampling(kwargs, self.group)
         with seeded(seed, generator), preserve_configurations(self.module, kwargs.get("assistant_model")):
             return self.module.generate(*args, **kwargs)
+
+    def _job(
+        self, together: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Any, generator: Any
+    ) -> Job | None:
+        """A call of `generate` for the loop that computes sequences together; None where transformers' has to run.
+
+        That has drafts, and returns caches that the model's own code can go on with.
+        """
+        from anyaccel.inference.hf.native_generate import find_job
+
+        named = inspect.signature(self.module.generate).bind_partial(*args, **kwargs).arguments
+        arguments = named.pop("kwargs", {}) | named
+        if any(each._forward_hooks or each._forward_pre_hooks for each in self.module.modules()):
+            return None
+        tokenizer = arguments.pop("tokenizer", None)
+        job = find_job(self.module, together, self.group, arguments, seed, generator, tokenizer)
+        if isinstance(job, str) or job.as_dict or job.options["draft_tokens"]:
+            return None
+        return job
 
 
 @functools.cache
@@ -446,10 +475,12 @@ def _check_cache_options(settings: ModelOptions) -> None:
     Raises:
         UsageError: the runtime was chosen, too.
     """
-    for name, default in (("kv_cache", "auto"), ("cache_bytes", 0)):
+    names = {
+        "kv_cache": settings.kv_cache != "auto",
+        "cache_bytes": settings.runtime == "plain" and settings.cache_bytes,
+    }
+    for name in (name for name, is_given in names.items() if is_given):
         value = getattr(settings, name)
-        if value == default:
-            continue
         if settings.runtime != "auto":
             raise UsageError(
                 f"{name}={value!r}: with runtime={settings.runtime!r} the model's own code has its own cache"

@@ -202,26 +202,18 @@ def generate_tokens(
     check_prompt(ids, max_new_tokens, vocabulary, limit)
     result = Generation() if result is None else result
     result.prompt_tokens = len(ids)
-    native = engine.native
-    if native is not None:
-        check_memory(native, [len(ids)], 1, max_new_tokens)
-    else:
-        native = _of_own_code(engine, max_new_tokens)
+    native = engine.native or _of_own_code(engine, max_new_tokens)
+    check_memory(native, [len(ids)], 1, max_new_tokens)
     options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(end_tokens_of(engine))}
     return native_steps(native, ids, options, result)
 
 
 def _of_own_code(engine: InferenceEngine, max_new_tokens: int) -> NativeModel:
     """What computes one answer of an engine on its model's own code, on all of its ranks."""
-    from anyaccel import _llm
     from anyaccel.inference.generic.executor import AnswerExecutor
-    from anyaccel.inference.native.runtime import NativeModel
-    from anyaccel.inference.spec.decoder import DecoderSpec
+    from anyaccel.inference.generic.requests import answered_together, model_of
 
-    spec = DecoderSpec(sizes_of(engine)[0], 1, (), None)
-    executor: Any = AnswerExecutor(engine.module, engine.group if engine.tp_size > 1 else None, max_new_tokens)
-    model = _llm.ExternalModel(spec, executor)
-    return NativeModel(model, spec, spec, {}, {}, engine.settings.dtype, {}, runtime=engine.runtime)
+    return answered_together(engine) or model_of(engine, AnswerExecutor(engine.module, engine.group, max_new_tokens))
 
 
 def _one_prompt(input_ids: Any) -> list[int]:
@@ -268,8 +260,9 @@ def sizes_of(engine: InferenceEngine) -> tuple[int, int]:
     """The vocabulary and the longest context of an engine's model, 0 for any."""
     if engine.native is not None:
         return engine.native.whole_spec.vocab, engine.native.whole_spec.max_tokens
-    config = engine.config.get_text_config()
-    return config.vocab_size, max(getattr(config, "max_position_embeddings", None) or 0, 0)  # XLNet's -1: any
+    from anyaccel.inference.generic import requests
+
+    return requests.sizes_of(engine.config)
 
 
 def end_tokens_of(engine: InferenceEngine) -> set[int]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import anyaccel
 from anyaccel import _llm
 from anyaccel.errors import ModelError
+from anyaccel.inference import generate_tokens
 from anyaccel.inference.generic.executor import BatchedExecutor, OneByOneExecutor
 from anyaccel.inference.spec.decoder import DecoderSpec
 
@@ -99,6 +101,42 @@ def test_sequences_of_several_lengths_are_computed_together(name: str) -> None:
         model, [*PROMPTS[0], *expected[0][:4]], {"max_new_tokens": 5}, requests[0]
     )  # its prefix is kept
     assert _answer(model, [again]) == [expected[0][4:]]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_generate_of_an_engine_computes_its_rows_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop of the native runtime; a call of the module is still transformers', also between the steps."""
+    module = _module(*TOGETHER[name])
+    expected = [_expected(module, prompt, 9) for prompt in PROMPTS]
+    with torch.inference_mode():
+        logits = module(torch.tensor([PROMPTS[0]])).logits
+    engine = anyaccel.init_inference(module, dtype="fp32", runtime="torch")
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
+    sizes: list[int] = []
+    compute = BatchedExecutor.compute
+
+    def counted(self: Any, segments: Any, *others: Any) -> Any:
+        sizes.append(len(segments))
+        return compute(self, segments, *others)
+
+    def ended(ids: torch.Tensor, _scores: Any) -> torch.Tensor:
+        torch.testing.assert_close(engine(torch.tensor([PROMPTS[0]])).logits, logits, atol=1e-4, rtol=1e-4)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    monkeypatch.setattr(BatchedExecutor, "compute", counted)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 9, "pad_token_id": 0}
+    found = engine.generate(ids, do_sample=False, stopping_criteria=[ended], **options)
+    assert found[:, longest:].tolist() == expected
+    assert sizes[-9:] == [3] * 9
+    assert list(generate_tokens(engine, PROMPTS[0], max_new_tokens=9)) == expected[0]
+    drawn = [engine.generate(ids, do_sample=True, seed=seed, **options).tolist() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    sizes.clear()
+    beams = engine.generate(ids, do_sample=False, num_beams=2, **options)  # transformers' loop has it
+    assert beams.shape == found.shape
+    assert not sizes
 
 
 def test_positions_that_begin_behind_padding_are_noticed() -> None:

@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -26,8 +27,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
-from anyaccel import comm
 from anyaccel.errors import ModelError
+from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.sampling import Pick, choose
 from anyaccel.inference.generic.pages import LayerShape, Pages, Pattern, pattern_of
 from anyaccel.inference.generic.steps import TorchSequence
@@ -59,11 +60,14 @@ class _Executor:
     Args:
         module: a causal language model of transformers, on one device.
         limit_bytes: of the memory of sequences.
+        group: of the ranks that share the module; they choose by rank 0's logits, as rounding that differs between
+            them would give different texts.
     """
 
-    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
+    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int, group: Any = None) -> None:
         self.module = module
-        self.limit_bytes = limit_bytes
+        self._ranks = None if group is None else TensorRanks(group, ())
+        self.limit_bytes = limit_bytes if self._ranks is None else self._ranks.least(limit_bytes)
         self.weight_bytes = weight_bytes
         self.most_tokens = _MOST_TOKENS
         self.token_bytes = 1
@@ -82,6 +86,7 @@ class _Executor:
     ) -> list[int]:
         rows = sorted({*logits_rows, *(pick[0] for pick in picks)})
         logits_RV, hidden_TE = self.compute(segments, rows, bool(hidden_rows))
+        logits_RV = self._of_rank_0(logits_RV)
         found = (logits_RV.shape[1], self._widths[1] if hidden_TE is None else hidden_TE.shape[1])
         if found != self._widths:
             raise ModelError(
@@ -108,11 +113,14 @@ class _Executor:
         """
         raise NotImplementedError
 
+    def _of_rank_0(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._ranks is None else self._ranks.first(logits.contiguous())
+
     def connect(self) -> None:
-        """Does nothing: the model is one process's."""
+        """Does nothing: the module's own layers know the other ranks."""
 
     def shared(self, value: int) -> int:
-        return value
+        return value if self._ranks is None else self._ranks.shared(value)
 
 
 def _copy_to_host(values: torch.Tensor, address: int) -> None:
@@ -406,9 +414,9 @@ class BatchedExecutor(_Executor):
             it is called alone.
     """
 
-    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int) -> None:
-        super().__init__(module, limit_bytes, weight_bytes)
-        tensors = _Tensors(limit_bytes)
+    def __init__(self, module: Any, limit_bytes: int, weight_bytes: int, group: Any = None) -> None:
+        super().__init__(module, limit_bytes, weight_bytes, group)
+        tensors = _Tensors(self.limit_bytes)
         self._memory: _Tensors | Pages = tensors
         kind = type(module)
         if getattr(kind, "_is_stateful", False) or not getattr(kind, "_supports_attention_backend", False):
@@ -416,18 +424,18 @@ class BatchedExecutor(_Executor):
         if depends_on_length(module.config):
             raise ModelError(f"the rotary positions of {kind.__name__} depend on the longest sequence")
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
-        usual = module.config._attn_implementation
-        ids = torch.tensor([self._some_tokens(8)], device=self.device)
-        with torch.inference_mode():
-            expected = module(input_ids=ids, use_cache=False).logits[0].float()
-            module.set_attn_implementation(_NAME)
-            try:
-                self._check(ids[0].tolist(), expected)
-                tensors.measure()
-                self._use_pages(tensors, ids[0].tolist(), expected)
-            except Exception as error:  # of code that is not ours
-                module.set_attn_implementation(usual)
-                raise ModelError(f"{kind.__name__} cannot compute sequences together ({error})") from error
+        self._configs = _configs_of_attention(module)
+        tokens = self._some_tokens(8)
+        try:
+            with torch.inference_mode():
+                logits = module(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits
+            expected = self._of_rank_0(logits[0].float())
+            self._check(tokens[:1], expected)  # which shows what attention is given
+            tensors.measure()
+            if not self._use_pages(tensors, tokens, expected):
+                self._check(tokens, expected)
+        except Exception as error:  # of code that is not ours
+            raise ModelError(f"{kind.__name__} cannot compute sequences together ({error})") from error
         for number in (0, 1):
             self._memory.change(number, -1, -1)
         self.token_bytes = self._memory.token_bytes
@@ -444,16 +452,17 @@ class BatchedExecutor(_Executor):
         """Whether the native attention computes this model's."""
         return isinstance(self._memory, Pages)
 
-    def _use_pages(self, tensors: _Tensors, tokens: list[int], expected: torch.Tensor) -> None:
+    def _use_pages(self, tensors: _Tensors, tokens: list[int], expected: torch.Tensor) -> bool:
         """Go over to the native attention, where it has all that the model asks for."""
         if not self.module.get_input_embeddings().weight.is_cpu or not tensors.shapes:
-            return
+            return False
         try:
             self._memory = Pages(tensors.shapes, self.module.dtype, self.limit_bytes)
             self._check(tokens, expected)
         except ModelError as why:
             logger.info("%s keeps keys and values as tensors: %s", type(self.module).__name__, why)
             self._memory = tensors
+        return self.paged
 
     def _check(self, tokens: list[int], expected: torch.Tensor) -> None:
         """Compare tokens that come in parts, beside those of another sequence, with the module called alone."""
@@ -461,10 +470,11 @@ class BatchedExecutor(_Executor):
             self.change(number, -1, 0)
         parts = []
         for begin, end in ((0, 5), (5, 7), (7, 8)):
-            count = end - begin
-            both = [(1, begin, tokens[begin:end][::-1], 0), (0, begin, tokens[begin:end], 0)]
-            parts.append(self.compute(both, range(count, 2 * count), False)[0])
-        if not _alike(torch.cat(parts), expected, self.module.dtype):
+            if part := tokens[begin:end]:
+                both = [(1, begin, part[::-1], 0), (0, begin, part, 0)]
+                parts.append(self.compute(both, range(len(part), 2 * len(part)), False)[0])
+        found = self._of_rank_0(torch.cat(parts).float())
+        if not _alike(found, expected[: len(tokens)], self.module.dtype):
             raise ModelError("the answers differ from those of the module alone")
 
     @property
@@ -494,9 +504,8 @@ class BatchedExecutor(_Executor):
             ids += tokens
             positions += range(start, start + len(tokens))
         self._memory.begin([(number, start, len(tokens)) for number, start, tokens, _ in segments])
-        _current[:] = [self._memory]
         kept = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        try:
+        with self._attending():
             output = self.module(
                 input_ids=torch.tensor([ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),
@@ -506,11 +515,33 @@ class BatchedExecutor(_Executor):
                 return_dict=True,
                 **({"logits_to_keep": kept} if self._keeps_logits else {}),
             )
-        finally:
-            _current.clear()
         self._memory.end()
         logits = output.logits[0] if self._keeps_logits else output.logits[0, kept]
         return logits, output.hidden_states[-1][0] if hidden else None
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """Within, the module's attention is `attend`; and otherwise transformers', for whoever calls the module."""
+        usual = [each._attn_implementation_internal for each in self._configs]
+        _current[:] = [self._memory]
+        for each in self._configs:
+            each._attn_implementation_internal = _NAME
+        try:
+            yield
+        finally:
+            for each, own in zip(self._configs, usual, strict=True):
+                each._attn_implementation_internal = own
+            _current.clear()
+
+
+def _configs_of_attention(module: Any) -> list[Any]:
+    """The configurations by which transformers says which attention the module's layers call."""
+    found = {}
+    for own in (each.config for each in module.modules() if hasattr(each, "config")):
+        for config in (own, *(getattr(own, name, None) for name in getattr(own, "sub_configs", ()))):
+            if hasattr(config, "_attn_implementation_internal"):
+                found[id(config)] = config
+    return [*found.values()]
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -623,16 +654,14 @@ class AnswerExecutor(_Executor):
     """One prompt and its answer, token by token, by all that transformers' `generate` does between them.
 
     So models answer here that read their prompt with an encoder, and what a generation_config demands of the logits
-    holds. All ranks choose by rank 0's logits: rounding that differs between them can never give different texts.
+    holds.
     """
 
     used_bytes = reserved_bytes = 0
 
     def __init__(self, module: Any, group: Any, max_new_tokens: int) -> None:
-        super().__init__(module, 1 << 40, 0)
+        super().__init__(module, 1 << 40, 0, group)
         self.most_tokens = 1 << 30
-        self._widths = (self._widths[0], 1)
-        self._group = group
         self._max_new_tokens = max_new_tokens
         self._sequence: TorchSequence | None = None
 
@@ -644,6 +673,9 @@ class AnswerExecutor(_Executor):
 
     def clear(self, sequence: int) -> None:
         """Does nothing: the sequence ends with this object."""
+
+    def _of_rank_0(self, logits: torch.Tensor) -> torch.Tensor:
+        return super()._of_rank_0(logits).cpu()  # where tokens can be drawn in double precision
 
     def compute(
         self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
@@ -658,7 +690,5 @@ class AnswerExecutor(_Executor):
             logits_V = self._sequence.logits(torch.tensor(tokens, device=self.device))
         vocabulary, count = self._widths[0], logits_V.numel()
         # Some models have rows for tokens that their vocabulary has not.
-        logits_V = nn.functional.pad(logits_V, (0, vocabulary - count), value=float("-inf")).contiguous()
-        if self._group is not None:
-            comm.inference_broadcast(logits_V, group=self._group)
-        return logits_V[None].cpu(), None
+        logits_V = nn.functional.pad(logits_V, (0, vocabulary - count), value=float("-inf"))
+        return logits_V[None], None

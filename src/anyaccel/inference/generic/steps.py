@@ -55,7 +55,7 @@ class TorchSequence:
             prepared.pop(name, None)
         self._inputs = prepared
         self._ids_BT = input_ids  # behind an encoder for the prompt: what the decoder begins with
-        self._rules = logits_processor
+        self.rules = logits_processor
         return input_ids
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class TorchSequence:
         if token is not None:
             self.append(token)
         with torch.inference_mode():
-            found: torch.Tensor = self._rules(self._ids_BT, self._compute({}).logits[:, -1].float())[0]
+            found: torch.Tensor = self.rules(self._ids_BT, self._compute({}).logits[:, -1].float())[0]
         return found
 
     def _compute(self, more: dict[str, Any]) -> Any:

@@ -80,35 +80,45 @@ def generate(module: Any, arguments: dict[str, Any], own: Callable[..., Any]) ->
         arguments.pop("assistant_tokenizer", None)
     else:
         assistant = None
+    job = find_job(module, native, module._native_group, arguments, seed, generator, tokenizer)
+    if isinstance(job, str):
+        if assistant is not None:
+            arguments |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
+        _warn_once(job, "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model")
+        _check_cached(arguments)
+        return _through_hugging_face(module, arguments, own, seed, generator, tokenizer)
+    with use_assistant(native, assistant, tokenizer, other):
+        if native.draft is not None and not job.options["draft_tokens"]:
+            job.options |= {"draft_tokens": MOST_DRAFTS, "draft_model": True}
+        return run(native, job)
+
+
+def find_job(
+    module: Any, native: NativeModel, group: Any, arguments: dict[str, Any], seed: Any, generator: Any, tokenizer: Any
+) -> Job | str:
+    """What the native loop has to do for these arguments, or the name of the one that it does not support.
+
+    Args:
+        group: of the ranks that share the model.
+    """
     name = "input_ids" if arguments.get("inputs") is None else "inputs"
     inputs = arguments.get(name)
     if inputs is not None:
         check_input_ids(inputs)
         if inputs.element_size() < 4:  # the answer has the prompt's dtype, which may be too narrow for its tokens
             inputs = arguments[name] = inputs.long()
-    unsupported = _unsupported_argument(arguments, inputs) or _find_override(module)
-    config = model_kwargs = None
-    if not unsupported:
-        options = {name: value for name, value in arguments.items() if name not in _OF_LOOP}
-        config, model_kwargs = module._prepare_generation_config(given_config, **options)
-        unsupported = _unsupported_option(config, model_kwargs)
-    if unsupported:
-        if assistant is not None:
-            arguments |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
-        _warn_once(
-            unsupported, "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
-        )
-        _check_cached(arguments, inputs)
-        return _through_hugging_face(module, arguments, own, seed, generator, tokenizer)
-    assert inputs is not None and config is not None and model_kwargs is not None
-    if module._native_group is not None and config.max_time is not None:
+    if unsupported := _unsupported_argument(arguments, inputs) or _find_override(module):
+        return unsupported
+    options = {name: value for name, value in arguments.items() if name not in _OF_LOOP}
+    config, model_kwargs = module._prepare_generation_config(arguments.get("generation_config"), **options)
+    if unsupported := _unsupported_option(config, model_kwargs):
+        return unsupported
+    assert inputs is not None
+    if group is not None and config.max_time is not None:
         raise UsageError("max_time would end the ranks at different tokens: use max_new_tokens with tensor parallelism")
-    job = _prepare(module, arguments, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
+    job = _prepare(module, native, arguments, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
     job.seed = native.model.shared(_seed(config, seed, generator) % 2**64)
-    with use_assistant(native, assistant, tokenizer, other):
-        if native.draft is not None and not job.options["draft_tokens"]:
-            job.options |= {"draft_tokens": MOST_DRAFTS, "draft_model": True}
-        return run(native, job)
+    return job
 
 
 def _warn_once(argument: str, text: str) -> None:
@@ -197,11 +207,12 @@ def _through_hugging_face(
         return own(**arguments)
 
 
-def _check_cached(arguments: dict[str, Any], inputs: Any) -> None:
+def _check_cached(arguments: dict[str, Any]) -> None:
     """Refuse a cache that has the whole prompt already, as transformers would append some of its tokens again.
 
     If the mask is longer than `input_ids`, these are only the new tokens, and any cache fits.
     """
+    inputs = arguments.get("input_ids" if arguments.get("inputs") is None else "inputs")
     count = getattr(arguments.get("past_key_values"), "get_seq_length", lambda: 0)()
     mask = arguments.get("attention_mask")
     if inputs is None or not count or (mask is not None and mask.shape[-1] != inputs.shape[-1]):
@@ -272,13 +283,13 @@ def _token_list(value: Any) -> list[int]:
 
 def _prepare(
     module: Any,
+    native: NativeModel,
     arguments: dict[str, Any],
     config: Any,
     input_ids: torch.Tensor,
     mask: torch.Tensor | None,
     tokenizer: Any,
 ) -> Job:
-    native: NativeModel = module._native
     check_arguments(vars(config))  # the model's own generation_config is part of it
     columns = input_ids.shape[1]
     if not input_ids.numel():

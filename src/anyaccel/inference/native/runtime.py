@@ -248,6 +248,14 @@ class MemoryBoundError(UsageError):
     """A model cannot run in the memory that it may take."""
 
 
+def cache_limit(ranks: int) -> int:
+    """The most bytes that keys and values of one of these ranks on a host may take, where nobody says how many."""
+    promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
+    available = host_memory.available()
+    free = max(available - promised, available // 4)  # most models never use all that they were promised
+    return max(1 << 20, int(free * SHARE_OF_MEMORY) // ranks)
+
+
 def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, place: RankPlace) -> _llm.DecoderModel:
     from anyaccel import _llm
 
@@ -256,10 +264,7 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], options: ModelOptions, p
     if limit == 0 and memory:
         limit = max(memory // _CACHE_SHARE, 1)
     if limit == 0:
-        promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
-        available = host_memory.available()
-        free = max(available - promised, available // 4)  # most models never use all that they were promised
-        limit = max(1 << 20, int(free * SHARE_OF_MEMORY) // (place.on_host or options.ranks))
+        limit = cache_limit(place.on_host or options.ranks)
     cache = _CACHE_FORMATS[options.cache_dtype]
     try:
         left = max(memory - limit, 1) if memory else 0

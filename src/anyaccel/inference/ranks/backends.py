@@ -116,7 +116,7 @@ class _InThisProcess:
 
 
 class NativeBackend(_InThisProcess):
-    """A DecoderSpec model in this process, on one of its two executors: "native" or "device"."""
+    """A model in this process that takes requests: native, on a device, or on its own code where that allows it."""
 
     def __init__(self, native: NativeModel, *common: Any) -> None:
         super().__init__(*common)
@@ -246,7 +246,11 @@ def make_backend(
         if opened.feature:
             screen.line(str(opened))
         engine, ends = _load_own_code(path, opened, options, place, screen)
-        return EngineBackend(engine, tokenizer, ends, accelerator, place)
+        from anyaccel.inference.generic.requests import answered_together
+
+        common = tokenizer, ends, accelerator, place
+        together = answered_together(engine)
+        return EngineBackend(engine, *common) if together is None else NativeBackend(together, *common)
     describe_weights(opened, screen)
     ends = end_tokens(opened.generation_config, opened.config, path, note=place.rank == 0)
     if path.is_file() and tokenizer is not None:
