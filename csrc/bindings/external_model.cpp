@@ -5,6 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
+#include "llm/decoder/state.h"
 #include "llm/errors.h"
 
 namespace nb = nanobind;
@@ -36,26 +39,68 @@ Executor hold(nb::object object) {
 
 int ExternalSequences::create() {
   changes_.emplace_back(next_, -1, 0);
-  lengths_[next_] = 0;
+  sequences_[next_] = {};
   return next_++;
 }
 
+void ExternalSequences::drop_last_kept(One& one) {
+  changes_.emplace_back(one.kept.back().sequence, -1, -1);
+  one.kept.pop_back();
+}
+
+bool ExternalSequences::drop_kept(int sequence) {
+  One& one = sequences_.at(sequence);
+  const bool some = !one.kept.empty();
+  while (!one.kept.empty()) drop_last_kept(one);
+  return some;
+}
+
 void ExternalSequences::destroy(int sequence) {
+  drop_kept(sequence);
   changes_.emplace_back(sequence, -1, -1);
-  lengths_.erase(sequence);
+  sequences_.erase(sequence);
+}
+
+int ExternalSequences::source(int sequence, int64_t tokens) const {
+  const One& one = sequences_.at(sequence);
+  if (state_bytes_ == 0 || tokens == one.length) return sequence;
+  for (const Kept& kept : one.kept)
+    if (kept.tokens == tokens) return kept.sequence;
+  return -1;
 }
 
 int ExternalSequences::fork(int sequence, int64_t tokens) {
   if (tokens < 0 || tokens > length(sequence)) throw UsageError("fork beyond the sequence's end");
-  changes_.emplace_back(next_, sequence, tokens);
-  lengths_[next_] = tokens;
+  changes_.emplace_back(next_, source(sequence, tokens), tokens);
+  sequences_[next_].length = tokens;
   return next_++;
 }
 
 void ExternalSequences::truncate(int sequence, int64_t tokens) {
   if (tokens < 0 || tokens > length(sequence)) throw UsageError("truncate beyond the sequence's end");
-  changes_.emplace_back(sequence, sequence, tokens);
-  lengths_[sequence] = tokens;
+  One& one = sequences_.at(sequence);
+  changes_.emplace_back(sequence, source(sequence, tokens), tokens);
+  while (!one.kept.empty() && one.kept.back().tokens > tokens) drop_last_kept(one);
+  one.length = tokens;
+}
+
+int64_t ExternalSequences::reachable(int sequence, int64_t tokens) const {
+  const One& one = sequences_.at(sequence);
+  if (state_bytes_ == 0 || tokens == one.length) return tokens;
+  int64_t last = 0;
+  for (const Kept& kept : one.kept)
+    if (kept.tokens <= tokens) last = kept.tokens;
+  return last;
+}
+
+void ExternalSequences::keep(int sequence, bool anyway) {
+  One& one = sequences_.at(sequence);
+  if (state_bytes_ == 0 || one.length == 0 || (!one.kept.empty() && one.kept.back().tokens == one.length)) return;
+  const size_t most = limit_bytes(), left = most - std::min(most, used_bytes());
+  if (!anyway && left <= 2 * state_bytes_ + most / 8) return;
+  if (one.kept.size() == 2) drop_last_kept(one);
+  changes_.emplace_back(next_, sequence, one.length);
+  one.kept.push_back({one.length, next_++});
 }
 
 void ExternalSequences::tell() const {
@@ -74,7 +119,9 @@ size_t ExternalSequences::bytes(const char* name) const {
 }
 
 ExternalModel::ExternalModel(DecoderSpec spec, nb::object executor)
-    : Model(std::move(spec)), executor_(hold(std::move(executor))), sequences_(executor_) {}
+    : Model(std::move(spec)),
+      executor_(hold(std::move(executor))),
+      sequences_(executor_, static_cast<size_t>(StateLayout(spec_).floats) * sizeof(float)) {}
 
 size_t ExternalModel::weight_bytes() const {
   return call([&] { return nb::cast<size_t>(executor_->attr("weight_bytes")); });
@@ -86,12 +133,26 @@ void ExternalModel::connect(const std::vector<std::string>&, const std::vector<i
 }
 
 void ExternalModel::check_room(const std::vector<Work>& work) {
-  std::vector<std::tuple<int, int64_t>> wanted;
+  Wanted wanted;
   for (const Work& one : work) wanted.emplace_back(one.sequence, one.count);
-  call([&] {
-    sequences_.tell();
-    executor_->attr("reserve")(wanted);
-  });
+  reserve(wanted);
+}
+
+void ExternalModel::reserve(const Wanted& wanted) {
+  const auto reserve_all = [&] {
+    call([&] {
+      sequences_.tell();
+      executor_->attr("reserve")(wanted);
+    });
+  };
+  try {
+    reserve_all();
+  } catch (const ModelError&) {  // rather states of sequences that go on than those that are kept
+    bool some = false;
+    for (const auto& [sequence, count] : wanted) some |= sequences_.drop_kept(sequence);
+    if (!some) throw;
+    reserve_all();
+  }
 }
 
 int64_t ExternalModel::most_tokens() const {
@@ -105,6 +166,15 @@ void ExternalModel::run(const StepTokens& step, std::vector<Pick>& picks) {
     const auto begin = step.tokens.begin() + query.row;
     segments.emplace_back(query.sequence, query.position, std::vector<int32_t>(begin, begin + query.tokens),
                           step.contexts[i]);
+  }
+  if (sequences_.state_bytes() > 0) {  // of those that have kept a state since the step began, each needs one more
+    Wanted wanted;
+    for (const Query& query : step.queries)
+      if (wanted.empty() || std::get<0>(wanted.back()) != query.sequence)
+        wanted.emplace_back(query.sequence, query.tokens);
+      else
+        std::get<1>(wanted.back()) += query.tokens;
+    reserve(wanted);
   }
   std::vector<std::tuple<int, float, int, float, float, double>> choices;
   for (const Pick& pick : picks)
@@ -122,7 +192,11 @@ void ExternalModel::run(const StepTokens& step, std::vector<Pick>& picks) {
 }
 
 void ExternalModel::clear(int sequence) {
-  call([&] { executor_->attr("clear")(sequence); });
+  sequences_.drop_kept(sequence);
+  call([&] {
+    sequences_.tell();
+    executor_->attr("clear")(sequence);
+  });
 }
 
 uint64_t ExternalModel::exchange(uint64_t value) {

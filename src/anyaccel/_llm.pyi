@@ -244,7 +244,8 @@ class Executor(Protocol):
     @property
     def limit_bytes(self) -> int: ...
     # What has become of a sequence since the last run: it is new (`of` -1), has the first tokens of `of` (itself: it
-    # forgets the others), or is gone (`length` -1). Said again after a call that an exception has ended.
+    # forgets the others), or is gone (`length` -1). Said again after a call that an exception has ended. A recurrent
+    # state is kept by a sequence that nobody goes on with: `of` has all the tokens that are taken of it then.
     def change(self, sequence: int, of: int, length: int) -> None: ...
     # Room for more tokens of sequences, as (sequence, count), before the runs that compute them.
     def reserve(self, wanted: list[tuple[int, int]]) -> None: ...

@@ -89,12 +89,12 @@ def test_quantised_weights_run_by_operators_of_the_device(dtype: str, tmp_path: 
             logits.append(engine(ids.to(engine.device)).logits.cpu().float())
         if arithmetic == "bf16":
             layer = engine.native.model.executor.decoder.layers[0]
-            matrices = (layer.qkv.weight, layer.o.weight, layer.mlp.gate_up.weight)
+            matrices = (layer.mixer.qkv.weight, layer.mixer.out.weight, layer.mlp.gate_up.weight)
             assert all(each._kernels is not None or each._product is not None for each in matrices)
     assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 0.03
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next", "jamba"])
 def test_replayed_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
     model = anyaccel.init_inference(family_cases.build(name, positions=512), dtype="fp32").native.model
     graphs = model.executor.graphs

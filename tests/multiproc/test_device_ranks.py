@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 IDS_BT = torch.randint(3, 131, (2, 11), generator=torch.Generator().manual_seed(5))
 MORE = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 # Grouped heads, heads that both ranks have, experts, latents, biases everywhere, norms across heads, a layer with one
-# sum for attention and MLP, ALiBi, soft caps and windows, sinks, experts that all tokens go through.
+# sum for attention and MLP, ALiBi, soft caps and windows, sinks, experts that all tokens go through, recurrent states.
 FAMILIES = (
     "llama",
     "llama-mqa-biases",
@@ -41,6 +41,12 @@ FAMILIES = (
     "gemma2",
     "gpt_oss",
     "qwen2_moe",
+    "qwen3_next",
+    "kimi_linear",
+    "mamba2",
+    "jamba",
+    "lfm2",
+    "recurrent_gemma",
 )
 
 

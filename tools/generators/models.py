@@ -190,16 +190,11 @@ def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in sorted(names))
 
-    import family_cases  # `files` says where it is
-
     of_way: dict[str, list[str]] = {}
     for name, found in taken.items():
-        recurrent = {name, f"{name}_text"} & family_cases.RECURRENT  # transformers takes the decoder of a whole model
-        way = "recurrent" if recurrent else "native" if name in FAMILIES else found["way"]
-        of_way.setdefault(way, []).append(name)
+        of_way.setdefault("native" if name in FAMILIES else found["way"], []).append(name)
     heads = {
         "native": "In the native and the device runtime",
-        "recurrent": "In the native runtime, with recurrent states",
         "own code": "With their own code and packed linears",
         "untried": "Not in the census, which knows no small configuration that transformers' own code runs with",
         "fails": "Failing",

@@ -28,9 +28,11 @@ def _answers(model: Any, counts: tuple[int, ...], most: int) -> list[list[int]]:
     return [request.tokens for request in requests]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "phi3-longrope", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "phi3-longrope", "bloom", "qwen3_next", "jamba"]
+)
 def test_replayed_steps_give_the_same_tokens(name: str, recording: None) -> None:
-    """Windows, soft caps, sinks, experts, latents, ALiBi; batches that shrink and contexts that grow."""
+    """Windows, soft caps, sinks, experts, latents, ALiBi, states; batches that shrink and contexts that grow."""
     model = on_device(name, positions=512)
     captured = model.executor.graphs
     answers = _answers(model, (5, 17, 40), 10)
@@ -54,7 +56,7 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_oss", "bloom", "lfm2"])
 def test_a_captured_step_allocates_nothing(name: str, recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what its graph holds: the inputs are written in place, and the result lies where it lay before."""
     model = on_device(name, positions=512)

@@ -20,7 +20,7 @@ from device_models import on_device
 pytest.importorskip("transformers")
 
 _FILES = tuple(f"{Path(device.__file__).parent}/{name}.py" for name in ("executor", "pages", "sampling"))
-_OPTIONS = {"max_new_tokens": 6, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
+_OPTIONS = {"max_new_tokens": 6, "keep_states": True, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
 
 
 class _Interrupt:
@@ -60,16 +60,18 @@ def _work(model: Any, requests: list[Any]) -> None:
     _finish(model, requests)
 
 
-def test_whatever_line_a_signal_ends_the_rest_is_right() -> None:
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_whatever_line_a_signal_ends_the_rest_is_right(name: str) -> None:
+    """Also of states, which are there once more where a request has kept its own."""
     expected: list[Any] = []
-    _work(on_device("llama", positions=1024), expected)
+    _work(on_device(name, positions=1024), expected)
     answers = [request.tokens for request in expected]
     count = _Interrupt(10**9)
-    _traced(count, on_device("llama", positions=1024), [])
+    _traced(count, on_device(name, positions=1024), [])
     lines = 10**9 - count.left
     assert lines > 1000
     for line in range(1, lines, 41):
-        model = on_device("llama", positions=1024)
+        model = on_device(name, positions=1024)
         requests: list[Any] = []
         assert _traced(_Interrupt(line), model, requests), line
         assert _finish(model, requests) == answers[: len(requests)], line

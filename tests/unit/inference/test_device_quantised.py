@@ -62,7 +62,9 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _forms(model: Any) -> set[tuple[str, int, bool]]:
     of_layer = model.executor.decoder.layers[0]
-    weights = [each.weight for each in (of_layer.qkv, of_layer.o, of_layer.mlp.gate_up, of_layer.mlp.down)]
+    weights = [
+        each.weight for each in (of_layer.mixer.qkv, of_layer.mixer.out, of_layer.mlp.gate_up, of_layer.mlp.down)
+    ]
     return {each.form if isinstance(each, Quantised) else (str(each.dtype), 0, False) for each in weights}
 
 

@@ -37,8 +37,7 @@ _PROMPTS = (1, 7, 14)  # shortest first: transformers' dynamic rotary positions 
 _STEPS = 2
 # A case of each family; its variants take longer.
 _FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] if "-" in name else []) for name in family_cases.CASES]
-# What the device runtime has too.
-_ON_DEVICE = [each for each in _FAMILIES if each.values[0] not in family_cases.RECURRENT]
+_ON_DEVICE = _FAMILIES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -39,11 +39,11 @@ def xielu(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
     """The features of a simple MLP, of rows of gates and ups."""
     if not mlp.gated:
-        return _ACTIVATIONS[mlp.activation](gate_up)
+        return ACTIVATIONS[mlp.activation](gate_up)
     kernels = kernels_of(gate_up.device)
     if kernels is not None and gate_up.stride(-1) == 1:
         return kernels.gated(mlp.activation, gate_up)
     gate, up = gate_up.chunk(2, -1)
     if mlp.activation == "swiglu_oai":
         return _swiglu_oai(gate, up)
-    return _ACTIVATIONS[mlp.activation](gate).mul_(up)
+    return ACTIVATIONS[mlp.activation](gate).mul_(up)

@@ -36,6 +36,7 @@ class Group:
         queries: new tokens of each sequence.
         keys: tokens of the longest one.
         positions: [sequences, queries] of the new tokens.
+        states: numbers [sequences] of their recurrent states, 0 where the model has none.
         pages: numbers [sequences * pages], as many for each as the longest has and page 0 behind them; None where the
             only sequence's pages are one stretch of the cache, from `begin` on.
         plain: nothing has to be hidden but what comes after a token: "all" of the keys are seen, or it is "causal".
@@ -47,6 +48,7 @@ class Group:
     queries: int
     keys: int
     positions: torch.Tensor
+    states: torch.Tensor
     pages: torch.Tensor | None
     begin: int
     plain: str
@@ -97,7 +99,7 @@ def make_batch(
         for at in range(segment.start, segment.start + len(segment.tokens))
     ]
     plans = []
-    numbers: list[int] = []
+    numbers = [cache.state(segment.sequence) for segment in segments]
     for group in groups_of(segments):
         ends = [segment.start + len(segment.tokens) for segment in group]
         count = -(-max(ends) // PAGE)
@@ -111,7 +113,7 @@ def make_batch(
     size = len(tokens)
     position_N = whole[size : 2 * size]
     groups: list[Group] = []
-    first, page = 0, 3 * size
+    first, state, page = 0, 3 * size, 3 * size + len(segments)
     for members, ends, count, begin in plans:
         queries = len(members[0].tokens)
         pages = None
@@ -124,8 +126,10 @@ def make_batch(
         elif queries == ends[0]:
             plain = "causal"
         of_group = position_N[first : first + len(members) * queries].view(len(members), queries)
-        groups.append(Group(first, len(members), queries, max(ends), of_group, pages, max(begin, 0), plain))
+        states = whole[state : state + len(members)]
+        groups.append(Group(first, len(members), queries, max(ends), of_group, states, pages, max(begin, 0), plain))
         first += len(members) * queries
+        state += len(members)
     angles = [angles_of(rope, segments, position_N, max(positions) + 1, device) for rope in ropes]
     return Batch(whole[:size], position_N, whole[2 * size : 3 * size], angles, groups)
 

@@ -1,76 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes a DecoderSpec on a torch device. What differs between families is read from the spec, never from a name.
-
-Suffixes: N tokens of a batch, H heads, D values of a head.
-"""
+"""Executes a DecoderSpec on a torch device. What differs between families is read from the spec, never from a name."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from anyaccel.inference.device.activations import activated
-from anyaccel.inference.device.attention import attend
+from anyaccel.inference.device.attention_layer import SelfAttention
 from anyaccel.inference.device.batch import Batch
+from anyaccel.inference.device.mixers import RecurrentMixer, StateLayout, recurrent_mixer
 from anyaccel.inference.device.pages import KvPages
-from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, normed_of_ranks, rows_of
-from anyaccel.inference.device.rotary import Angles, has_complex, turn
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, rows_of
+from anyaccel.inference.device.rotary import Angles, has_complex
 from anyaccel.inference.device.streams import LowRank, StreamsOfLayer, StreamsOfModel
 from anyaccel.inference.device.weights import DeviceWeights
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Moe
+
+Mixer = SelfAttention | RecurrentMixer
 
 
-class Heads:
-    """Norms of queries and keys, both in one pass where each head is normed alone."""
+class Both:
+    """Two mixers whose results are added."""
 
-    def __init__(self, a: Attention, qk: QkNorm, weights: DeviceWeights, at: str, ranks: Ranks | None) -> None:
-        self.a, self.qk, self.ranks = a, qk, ranks
-        self.kv_heads = a.kv_heads if a.kv_layer < 0 else 0
-        self.q = Normed(qk.norm, weights, f"{at}.q_norm")
-        self.k = Normed(qk.norm, weights, f"{at}.k_norm") if self.kv_heads else self.q
-        self.weight = self._both(self.q.weight, self.k.weight)
-        self.bias = self._both(self.q.bias, self.k.bias)
+    def __init__(self, *mixers: Mixer) -> None:
+        self.mixers = mixers
+        self.out = Sum(*(mixer.out for mixer in mixers))
 
-    def _both(self, of_q: torch.Tensor | None, of_k: torch.Tensor | None) -> torch.Tensor | None:
-        """[heads and key/value heads, head_dim], or None."""
-        if of_q is None or of_k is None or self.qk.across:
-            return None
-        a = self.a
-        parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(self.kv_heads, -1))
-        return torch.cat(parts)
+    def __call__(self, x: torch.Tensor, batch: Batch, cache: KvPages) -> list[torch.Tensor]:
+        return [mixer(x, batch, cache) for mixer in self.mixers]
 
-    def normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Rows of queries, keys and values: in place where each head is normed alone."""
-        a = self.a
-        counts = [a.heads * a.head_dim, self.kv_heads * a.head_dim, self.kv_heads * a.value_dim]
-        if self.qk.across:
-            q, k, v = torch.split(qkv, counts, 1)
-            q, k = normed_of_ranks(self.q, q, self.ranks), normed_of_ranks(self.k, k, self.ranks, a.kv_copies)
-            return torch.cat([q, k, v], 1)
-        qk_NHD = qkv[:, : counts[0] + counts[1]].view(len(qkv), -1, a.head_dim)
-        plain = self.q.plain(qk_NHD)
-        if self.weight is None:
-            qk_NHD.copy_(plain if self.bias is None else plain + self.bias)
-        elif self.bias is None:
-            torch.mul(plain, self.weight, out=qk_NHD)
-        else:
-            torch.addcmul(self.bias, plain, self.weight, out=qk_NHD)
-        return qkv
+
+class Sum:
+    """The sum of products, each of its own rows."""
+
+    def __init__(self, *parts: Linear) -> None:
+        self.parts = parts
+
+    def __call__(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(torch.add, (part(x) for part, x in zip(self.parts, rows, strict=True)))
+
+    def added(self, h: torch.Tensor, rows: Sequence[torch.Tensor], factor: float, ranks: Ranks | None) -> torch.Tensor:
+        if ranks is not None:
+            return torch.add(h, ranks.add(self(rows)), alpha=factor)
+        for part, x in zip(self.parts, rows, strict=True):
+            h = part.added(h, x, factor, None)
+        return h
 
 
 class LayerRun:
-    """One layer: `run` takes the residual and gives the next one."""
+    """One layer: `run` takes the residual and gives the next one.
 
-    def __init__(self, spec: DecoderSpec, index: int, weights: DeviceWeights, ranks: Ranks | None) -> None:
+    Args:
+        place: see SelfAttention.
+        states: where its recurrent state gets its place.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        index: int,
+        weights: DeviceWeights,
+        place: int,
+        states: StateLayout,
+        ranks: Ranks | None,
+    ) -> None:
         self.layer: Layer = spec.layers[index]
-        self.a = a = self.layer.softmax
         self.ranks = ranks
-        self.joint = weights.layouts[index].joint
-        self.rope: Rope | None = spec.ropes[a.rope] if a.rope >= 0 else None
         at = f"layers.{index}"
-        layer = self.layer
-        layout = weights.layouts[index]
+        layer, layout = self.layer, weights.layouts[index]
+        self.joint = layout.joint
         attn_norm = layer.attn_norm
         if attn_norm is not None and layout.folded:
             attn_norm = replace(attn_norm, weight=False, bias=False)
@@ -78,129 +81,82 @@ class LayerRun:
         self.attn_post_norm = normed(layer.attn_post_norm, weights, f"{at}.attn_post_norm")
         self.mlp_norm = normed(None if layout.folded else layer.mlp_norm, weights, f"{at}.mlp_norm")
         self.mlp_post_norm = normed(layer.mlp_post_norm, weights, f"{at}.mlp_post_norm")
-        if a.mla is None:
-            self.qkv = Linear(weights, f"{at}.joint" if layout.joint else f"{at}.qkv")
-            self.kv_heads = a.kv_heads if a.kv_layer < 0 else 0
-            self.qkv_rows = a.heads * a.head_dim + self.kv_heads * (a.head_dim + a.value_dim)
-        else:
-            self.q_a = Linear(weights, f"{at}.q_a") if a.mla.q_rank else None
-            self.q_a_norm = normed(a.mla.q_norm, weights, f"{at}.q_a_norm") if a.mla.q_rank else None
-            self.q_b, self.kv_a, self.kv_b = (Linear(weights, f"{at}.{name}") for name in ("q_b", "kv_a", "kv_b"))
-            self.kv_a_norm = Normed(a.mla.kv_norm, weights, f"{at}.kv_a_norm")
-        self.heads = None if a.qk_norm is None else Heads(a, a.qk_norm, weights, at, ranks)
-        self.value_norm = normed(a.value_norm, weights, f"{at}.v_norm")
-        self.sinks = weights[f"{at}.sinks"] if a.sinks else None
-        self.o = Linear(weights, f"{at}.o")
-        self.out_norm = normed(a.out_norm, weights, f"{at}.out_norm")
+        mixers: list[Mixer] = []
+        if layer.attention is not None:
+            mixers.append(SelfAttention(layer.attention, spec, weights, at, place, layout.joint, ranks))
+        if layer.recurrent is not None:
+            mixers.append(recurrent_mixer(layer.recurrent, weights, f"{at}.mixer", states, ranks))
+        self.mixer = Both(*mixers) if len(mixers) == 2 else next(iter(mixers), None)
         self.laurel = None if layer.laurel is None else LowRank(layer.laurel, weights, at)
-        mlp = layer.features
-        self.mlp: Dense | Experts = (
-            Experts(mlp, weights, at) if isinstance(mlp, Moe) else Dense(mlp, weights, f"{at}.mlp", ranks)
-        )
+        self.mlp: Dense | Experts | None = None
+        if layer.mlp is not None:
+            own = layer.mlp
+            self.mlp = Experts(own, weights, at) if isinstance(own, Moe) else Dense(own, weights, f"{at}.mlp", ranks)
 
-    def run(self, h: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
-        layer, scale, ranks = self.layer, self.layer.residual_scale, self.ranks
+    def run(self, h: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
+        if self.layer.parallel:
+            return self._run_parallel(h, batch, cache)
+        if self.mixer is None:
+            x = h if self.mlp_norm is None else self.mlp_norm(h)
+        else:
+            h, x = self._mixed(self.mixer, h, batch, cache)
+        return h if self.mlp is None else self._behind_mlp(self.mlp, h, x)
+
+    def _mixed(
+        self, mixer: Mixer | Both, h: torch.Tensor, batch: Batch, cache: KvPages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual behind the mixer, and what the MLP reads of it."""
+        scale, post, ranks = self.layer.residual_scale, self.attn_post_norm, self.ranks
+        x = h if self.attn_norm is None else self.attn_norm(h)
+        rows = mixer(x, batch, cache)
+        residual = x if self.layer.residual_from_norm else h
+        if self.laurel is not None:
+            h = self.laurel.joined(h, x, _of_ranks(mixer.out, rows, post, ranks))
+        elif self.mlp_norm is not None and (ranks is not None or post is not None):
+            return self.mlp_norm.of_sum(residual, _of_ranks(mixer.out, rows, post, ranks), scale)
+        else:
+            h = _added(mixer.out, residual, rows, scale, post, ranks)
+        return h, h if self.mlp_norm is None else self.mlp_norm(h)
+
+    def _behind_mlp(self, mlp: Dense | Experts, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        scale, ranks = self.layer.residual_scale, self.ranks
+        residual = x if self.layer.residual_from_norm else h
+        if isinstance(mlp, Experts) and mlp.own_norms:
+            y = mlp.of_residual(h, x, ranks)
+            return torch.add(residual, y if self.mlp_post_norm is None else self.mlp_post_norm(y), alpha=scale)
+        return _added(mlp, residual, x, scale, self.mlp_post_norm, ranks)
+
+    def _run_parallel(self, h: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
+        """Attention and MLP beside each other."""
+        assert isinstance(self.mixer, SelfAttention) and self.mlp is not None
         x = h if self.attn_norm is None else self.attn_norm(h)
         if self.joint:
-            return self._run_joint(h, x, batch, cache)
-        seen = self._attention(x, batch, cache)
-        if layer.parallel:
-            before_mlp = x if self.mlp_norm is None else self.mlp_norm(h)
-            if ranks is not None:  # one exchange for both
-                return torch.add(h, ranks.add(self.o(seen) + self.mlp(before_mlp)), alpha=scale)
-            return self.mlp.added(self.o.added(h, seen, scale, None), before_mlp, scale, None)
-        residual = x if layer.residual_from_norm else h
-        if self.laurel is not None:
-            h = self.laurel.joined(h, x, _of_ranks(self.o, seen, self.attn_post_norm, ranks))
-            x = h if self.mlp_norm is None else self.mlp_norm(h)
-        elif self.mlp_norm is not None and (ranks is not None or self.attn_post_norm is not None):
-            h, x = self.mlp_norm.of_sum(residual, _of_ranks(self.o, seen, self.attn_post_norm, ranks), scale)
-        else:
-            h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
-            x = h if self.mlp_norm is None else self.mlp_norm(h)
-        residual = x if layer.residual_from_norm else h
-        if isinstance(self.mlp, Experts) and self.mlp.own_norms:
-            y = self.mlp.of_residual(h, x, ranks)
-            return torch.add(residual, y if self.mlp_post_norm is None else self.mlp_post_norm(y), alpha=scale)
-        return _added(self.mlp, residual, x, scale, self.mlp_post_norm, ranks)
+            return self._run_joint(self.mixer, h, x, batch, cache)
+        scale, ranks, out = self.layer.residual_scale, self.ranks, self.mixer.out
+        seen = self.mixer(x, batch, cache)
+        before_mlp = x if self.mlp_norm is None else self.mlp_norm(h)
+        if ranks is not None:  # one exchange for both
+            return torch.add(h, ranks.add(out(seen) + self.mlp(before_mlp)), alpha=scale)
+        return self.mlp.added(out.added(h, seen, scale, None), before_mlp, scale, None)
 
-    def _run_joint(self, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+    def _run_joint(
+        self, mixer: SelfAttention, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: KvPages
+    ) -> torch.Tensor:
         """Attention and MLP at once, of one product."""
         assert isinstance(self.mlp, Dense)
-        scale, ranks = self.layer.residual_scale, self.ranks
-        both = self.qkv(x)
-        seen = self._seen(*self._heads_of(both[:, : self.qkv_rows], batch), batch, cache)
-        features = activated(self.mlp.mlp, both[:, self.qkv_rows :])
+        scale, ranks, down = self.layer.residual_scale, self.ranks, self.mlp.down
+        both = mixer.qkv(x)
+        seen = mixer.seen(both[:, : mixer.qkv_rows], batch, cache)
+        features = activated(self.mlp.mlp, both[:, mixer.qkv_rows :])
         if ranks is not None:  # one exchange for both
-            return torch.add(h, ranks.add(self.mlp.down.added(self.o(seen), features, 1.0, None)), alpha=scale)
-        return self.mlp.down.added(self.o.added(h, seen, scale, None), features, scale, None)
-
-    def _attention(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
-        a = self.a
-        if a.mla is not None:
-            return self._seen(*self._latent(a.mla, x, batch), batch, cache)
-        qkv = self.qkv(x)
-        seen = self._seen(*self._heads_of(qkv[:, : self.qkv_rows], batch), batch, cache)
-        if a.gated:
-            seen = seen * torch.sigmoid(qkv[:, self.qkv_rows :])
-        return seen if self.out_norm is None else normed_of_ranks(self.out_norm, seen, self.ranks)
-
-    def _seen(self, q_NHD: torch.Tensor, row: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
-        a = self.a
-        if a.kv_layer < 0:
-            cache.view(-1, cache.shape[-1]).index_copy_(0, batch.rows, row)
-        return attend(a, q_NHD, cache, batch, self.sinks)
-
-    def _heads_of(self, qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and the cache's rows of keys and values. They stay in the product's own memory mostly."""
-        a = self.a
-        if a.clip:
-            qkv.clamp_(-a.clip, a.clip)
-        q_count = a.heads * a.head_dim
-        if self.value_norm is not None:
-            v = qkv[:, q_count + self.kv_heads * a.head_dim :]
-            v.copy_(self.value_norm(v.reshape(-1, a.value_dim)).view_as(v))
-        norm = self.heads
-        if norm is not None and not norm.qk.after_rope:
-            qkv = norm.normed(qkv)
-        if self.rope is not None:
-            qk_NHD = qkv[:, : q_count + self.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
-            turn(qk_NHD, self.rope.first, batch.angles[a.rope])
-        if norm is not None and norm.qk.after_rope:
-            qkv = norm.normed(qkv)
-        return self._grown(qkv[:, :q_count].view(len(qkv), a.heads, a.head_dim), batch), qkv[:, q_count:]
-
-    def _grown(self, q_NHD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Queries with the factor of their positions."""
-        a = self.a
-        if not a.growth:
-            return q_NHD
-        times = (batch.positions + a.growth_first) // a.growth_from
-        return q_NHD * (1 + a.growth * torch.log1p(times.float())).to(q_NHD.dtype)[:, None, None]
-
-    def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""
-        a = self.a
-        x_q = x
-        if self.q_a is not None:
-            x_q = self.q_a(x)
-            x_q = x_q if self.q_a_norm is None else self.q_a_norm(x_q)
-        q_NHD = self.q_b(x_q).view(len(x), a.heads, a.head_dim)
-        latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
-        k_N1D = turned[:, None]
-        if self.rope is not None:
-            turn(q_NHD, self.rope.first, batch.angles[a.rope])
-            turn(k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
-        kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
-        k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
-        row = torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
-        return self._grown(q_NHD, batch), row
+            return torch.add(h, ranks.add(down.added(mixer.out(seen), features, 1.0, None)), alpha=scale)
+        return down.added(mixer.out.added(h, seen, scale, None), features, scale, None)
 
 
 def _added(
-    of: Linear | Dense | Experts,
+    of: Linear | Sum | Dense | Experts,
     residual: torch.Tensor,
-    x: torch.Tensor,
+    x: Any,
     scale: float,
     post: Normed | None,
     ranks: Ranks | None,
@@ -211,7 +167,7 @@ def _added(
     return torch.add(residual, _of_ranks(of, x, post, ranks), alpha=scale)
 
 
-def _of_ranks(of: Linear | Dense | Experts, x: torch.Tensor, post: Normed | None, ranks: Ranks | None) -> torch.Tensor:
+def _of_ranks(of: Linear | Sum | Dense | Experts, x: Any, post: Normed | None, ranks: Ranks | None) -> torch.Tensor:
     """post(of(x)) of all ranks."""
     y = of(x) if ranks is None else ranks.add(of(x))
     return y if post is None else post(y)
@@ -250,24 +206,38 @@ class LayerEnd:
         return h_NSD if self.scale is None else h_NSD * self.scale
 
 
+def _places(spec: DecoderSpec) -> list[int]:
+    """The place of each layer's keys and values among those that layers have of their own; -1 without attention."""
+    places: list[int] = []
+    count = 0
+    for a in (layer.attention for layer in spec.layers):
+        own = a is not None and a.kv_layer < 0
+        places.append(-1 if a is None else count if own else places[a.kv_layer])
+        count += own
+    return places
+
+
 class Decoder:
-    """All layers, from tokens to logits; `cache` is written as batches pass."""
+    """All layers, from tokens to logits.
+
+    Attributes:
+        states: the recurrent states of layers among the floats of a sequence's.
+    """
 
     def __init__(
-        self, spec: DecoderSpec, weights: DeviceWeights, dtype: torch.dtype, cache: KvPages, ranks: Ranks | None = None
+        self, spec: DecoderSpec, weights: DeviceWeights, dtype: torch.dtype, ranks: Ranks | None = None
     ) -> None:
-        self.spec, self.cache, self.ranks = spec, cache, ranks
+        self.spec, self.ranks = spec, ranks
         as_complex = has_complex(spec, dtype, weights.device)
         self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
-        self.sinks = any(layer.softmax.sinks for layer in spec.layers)
+        self.sinks = any(layer.attention is not None and layer.attention.sinks for layer in spec.layers)
         self.embed = weights.matrix("embed")
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
-        self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
-        own = [index for index, layer in enumerate(spec.layers) if layer.softmax.kv_layer < 0]
-        self.places = [
-            own.index(index if layer.softmax.kv_layer < 0 else layer.softmax.kv_layer)
-            for index, layer in enumerate(spec.layers)
+        self.states = StateLayout()
+        places = _places(spec)
+        self.layers = [
+            LayerRun(spec, index, weights, places[index], self.states, ranks) for index in range(len(spec.layers))
         ]
         self.ends = [LayerEnd(layer, weights, index) for index, layer in enumerate(spec.layers)]
         if spec.layer_inputs is not None:
@@ -278,7 +248,7 @@ class Decoder:
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
         self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, cache: KvPages) -> torch.Tensor:
         """The residual of every token behind the last layer, or the streams that `hidden` makes it of."""
         h = self._embedded(batch.tokens)
         if self.spec.embedding_scale != 1.0:
@@ -291,8 +261,7 @@ class Decoder:
         inputs_NLF = self._layer_inputs(batch.tokens, h)
         if self.streams is not None:
             h = self.streams.opened(h)
-        for layer, end, place in zip(self.layers, self.ends, self.places, strict=True):
-            cache = self.cache.layers[place]
+        for layer, end in zip(self.layers, self.ends, strict=True):
             if end.streams is None:
                 h = end.run(layer.run(h, batch, cache), inputs_NLF)
             else:

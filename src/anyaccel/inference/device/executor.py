@@ -7,7 +7,8 @@ import contextlib
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,11 +67,11 @@ class DeviceExecutor:
         self.device = weights.device
         self.weight_bytes = weights.weight_bytes
         self.most_tokens = MOST_TOKENS
-        heads = [each.softmax for each in spec.layers if each.softmax.kv_layer < 0]
-        widths = [a.kv_heads * (a.head_dim + a.value_dim) for a in heads]
+        heads = [each.attention for each in spec.layers if each.attention is not None]
+        widths = [a.kv_heads * (a.head_dim + a.value_dim) for a in heads if a.kv_layer < 0]
         least = None if ranks is None else ranks.least
-        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least)
-        self.decoder = Decoder(spec, weights, dtype, self.cache, ranks)
+        self.decoder = Decoder(spec, weights, dtype, ranks)
+        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least, self.decoder.states.floats)
         self.graphs = Graphs(self.decoder, self.cache, self.device, ranks)
         self._precise = precise
         self._ranks = ranks
@@ -104,7 +105,7 @@ class DeviceExecutor:
 
     @_undisturbed
     def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
-        self.cache.reserve(sum(self.cache.wanted(sequence, count) for sequence, count in wanted))
+        self.cache.reserve(wanted)
 
     @_undisturbed
     def clear(self, sequence: int) -> None:
@@ -120,13 +121,14 @@ class DeviceExecutor:
         hidden_rows: Sequence[int],
         hidden: int,
     ) -> list[int]:
-        batch = [Segment(*each) for each in segments]
+        batch = _joined(Segment(*each) for each in segments)
         for each in batch:
             self.cache.extend(each.sequence, len(each.tokens))
         residuals = self.graphs.run(batch)
         if residuals is None:
             decoder = self.decoder
-            residuals = decoder.run(make_batch(batch, self.cache, decoder.ropes, self.device, decoder.sinks))
+            made = make_batch(batch, self.cache, decoder.ropes, self.device, decoder.sinks)
+            residuals = decoder.run(made, self.cache)
         if logits_rows:
             values = self._logits(residuals, logits_rows)
             if logits:
@@ -163,6 +165,18 @@ class DeviceExecutor:
         if expected != own:
             raise CommError("the ranks disagree: this one computes other requests or tokens than rank 0 in this step")
         return tokens
+
+
+def _joined(segments: Iterable[Segment]) -> list[Segment]:
+    """Tokens that follow each other in a sequence as one segment: what is computed again comes one by one."""
+    found: list[Segment] = []
+    for each in segments:
+        last = found[-1] if found else None
+        if last is not None and (last.sequence, last.context) == (each.sequence, each.context):
+            found[-1] = replace(last, tokens=[*last.tokens, *each.tokens])
+        else:
+            found.append(each)
+    return found
 
 
 def _copy_to_host(values: torch.Tensor, address: int) -> None:

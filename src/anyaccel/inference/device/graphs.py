@@ -71,14 +71,13 @@ class Graphs:
         if found is None:
             found = self._prepared(*bucket)
             self._fill(found, segments, pages, *bucket)
-            captured = found.captured = self._capture(found.batch)
+            found.captured = self._capture(found.batch)
             self._kept[bucket] = found
             while len(self._kept) > MOST_GRAPHS:
                 self._forget(self._kept.popitem(last=False)[1])
-        else:
-            assert found.captured is not None
-            captured = found.captured
-            self._fill(found, segments, pages, *bucket)
+        captured = found.captured
+        assert captured is not None
+        self._fill(found, segments, pages, *bucket)
         self._kept.move_to_end(bucket)
         captured.replay()
         self.taken += 1
@@ -98,14 +97,14 @@ class Graphs:
 
     def _prepared(self, count: int, pages: int) -> _Step:
         """Inputs for so many sequences of so many pages, and the batch that reads them."""
-        inputs = torch.zeros(3 * count + count * (pages + 1), dtype=torch.int64, device=self._device)
-        tokens, positions, rows = inputs[: 3 * count].view(3, count)
-        group = Group(0, count, 1, pages * PAGE, positions.view(count, 1), inputs[3 * count :], 0, "")
+        inputs = torch.zeros(4 * count + count * (pages + 1), dtype=torch.int64, device=self._device)
+        tokens, positions, rows, states = inputs[: 4 * count].view(4, count)
+        group = Group(0, count, 1, pages * PAGE, positions.view(count, 1), states, inputs[4 * count :], 0, "")
         angles = [rope.at(positions, 1) for rope in self._decoder.ropes]
         return _Step(inputs, Batch(tokens, positions, rows, angles, [group]))
 
     def _fill(self, to: _Step, segments: Sequence[Segment], pages: Sequence[list[int]], count: int, most: int) -> None:
-        """Write what this step reads; places without a sequence read page 0 and write to its waste row."""
+        """Write what this step reads; places without a sequence have page 0 and state 0, of nobody."""
         idle = count - len(segments)
         numbers = [each.tokens[0] for each in segments] + [0] * idle
         numbers += [each.start for each in segments] + [0] * idle
@@ -113,6 +112,7 @@ class Graphs:
             held[each.start // PAGE] * PAGE + each.start % PAGE for each, held in zip(segments, pages, strict=True)
         ]
         numbers += [WASTE_ROW] * idle
+        numbers += [self._cache.state(each.sequence) for each in segments] + [0] * idle
         for held in pages:
             numbers += held + [0] * (most + 1 - len(held))
         numbers += [0] * ((most + 1) * idle)
@@ -123,11 +123,12 @@ class Graphs:
 
     def _capture(self, batch: Batch) -> Captured:
         (group,) = batch.groups
-        self._decoder.run(batch)  # kernels must not be loaded within a capture; it writes what the replay writes
+        group.states.zero_()  # the pass that counts is the replay, and states go on with each
+        self._decoder.run(batch, self._cache)  # kernels must not be loaded within a capture
         # Masks are made anew, within the graph; slopes were copied from the host, which a graph cannot do.
         group.made = {key: value for key, value in group.made.items() if isinstance(key, tuple) and key[0] == "slopes"}
         get_accelerator().synchronize()
-        made = Captured(lambda: self._decoder.run(batch), self._ranks, self._pool)
+        made = Captured(lambda: self._decoder.run(batch, self._cache), self._ranks, self._pool)
         self._pool = made.pool
         self.captured += 1
         self.bytes += made.bytes

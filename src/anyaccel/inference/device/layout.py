@@ -55,8 +55,8 @@ def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:
     """Weight -> where each of its rows goes, for those whose order is another: pairs that turn become neighbours."""
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(spec.layers):
-        a = layer.softmax
-        if a.rope < 0 or spec.ropes[a.rope].interleaved:
+        a = layer.attention
+        if a is None or a.rope < 0 or spec.ropes[a.rope].interleaved:
             continue
         for name, order in _turned(a, spec.ropes[a.rope]).items():
             found[f"layers.{index}.{name}"] = order

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of all sequences: pages of 64 tokens in one static tensor a layer, written in place.
+"""What is remembered of sequences: keys and values in pages of 64 tokens, and a recurrent state beside them.
 
-Page 0 belongs to nobody: its first row stays zero (a key that scores 0, for sinks), its last takes what is written for
-places of a graph's batch that have no sequence.
+Both are entries of static tensors, written in place, which sequences share by their numbers until one writes to them.
+Entry 0 belongs to nobody: the first row of page 0 stays zero (a key that scores 0, for sinks), and its last one, like
+state 0, takes what is written for places of a graph's batch that have no sequence.
 
 A signal may end a call between any two lines. What sequences say of themselves holds then; the rest is made of that by
 the next call that changes something.
@@ -11,7 +12,7 @@ the next call that changes something.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,12 +23,74 @@ from anyaccel.inference.spec.decoder import PAGE as PAGE
 
 WASTE_ROW = PAGE - 1
 _MEBIBYTE = 1 << 20
+_LEAST_PAGE_BYTES = 1024  # of a model without attention, whose tokens take nothing
 
 
 @dataclass
 class _Sequence:
     length: int = 0
     pages: list[int] = field(default_factory=list)
+    state: int = 0  # 0: that of no tokens
+
+
+class _Pool:
+    """Entries of some tensors, [entries, ...] each, and how many sequences have each of them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.count = 1
+        self.references: dict[int, int] = {}
+        self.free: list[int] = []  # heap of entries; those that are in references are stale
+
+    def grow(self, count: int) -> None:
+        for index, tensor in enumerate(self.tensors):  # one tensor at a time is there twice
+            grown = tensor.new_zeros(count, *tensor.shape[1:])
+            grown[: self.count].copy_(tensor)
+            self.tensors[index] = grown
+        for entry in range(self.count, count):
+            heapq.heappush(self.free, entry)
+        self.count = count
+
+    def repair(self, used: Iterable[int]) -> None:
+        """Who has what, and how many there are, by the entries that sequences have and by the tensors."""
+        self.count = min((len(tensor) for tensor in self.tensors), default=self.count)
+        self.tensors = [tensor[: self.count] for tensor in self.tensors]
+        self.references = {}
+        self.share(used)
+        self.free = [entry for entry in range(1, self.count) if entry not in self.references]
+
+    def take(self, liked: int = 0) -> int:
+        """A free entry: `liked`, if it can be."""
+        entry = liked
+        if not 0 < liked < self.count or liked in self.references:
+            entry = heapq.heappop(self.free)
+            while entry in self.references:
+                entry = heapq.heappop(self.free)
+        self.references[entry] = 1
+        return entry
+
+    def copied(self, entry: int) -> int:
+        """A new entry with the same values; of 0, zeros."""
+        own = self.take()
+        for tensor in self.tensors:
+            if entry:
+                tensor[own].copy_(tensor[entry])
+            else:
+                tensor[own].zero_()
+        return own
+
+    def share(self, entries: Iterable[int]) -> None:
+        for entry in entries:
+            self.references[entry] = self.references.get(entry, 0) + 1
+
+    def release(self, entries: Iterable[int]) -> None:
+        for entry in entries:
+            self.references[entry] -= 1
+            if self.references[entry] == 0:
+                del self.references[entry]
+                heapq.heappush(self.free, entry)
+        if len(self.free) > 2 * self.count:
+            self.free = [entry for entry in range(1, self.count) if entry not in self.references]
 
 
 class KvPages:
@@ -37,6 +100,7 @@ class KvPages:
         widths: values of a token's row in each layer: the keys of all heads, then the values.
         limit_bytes: `reserve` fails rather than use more.
         least: of other ranks whose caches have the same pages, the smallest number that any of them gives.
+        state_floats: of a sequence's recurrent state; 0: the model has none.
     """
 
     def __init__(
@@ -46,61 +110,80 @@ class KvPages:
         device: torch.device,
         limit_bytes: int,
         least: Callable[[int], int] | None = None,
+        state_floats: int = 0,
     ) -> None:
-        self.page_bytes = PAGE * sum(widths) * dtype.itemsize
+        self.page_bytes = PAGE * sum(widths) * dtype.itemsize or _LEAST_PAGE_BYTES
         self.limit_bytes = limit_bytes
         self._least = least
         self.version = 0  # changes when the tensors are others, which captured graphs must know
         self._sequences: dict[int, _Sequence] = {}
-        self._references: dict[int, int] = {}
-        self._free: list[int] = []  # heap of pages; those that are in _references are stale entries
         self._changing = False
-        self.layers = [torch.zeros(1, PAGE, width, dtype=dtype, device=device) for width in widths]
+        self._pages = _Pool([torch.zeros(1, PAGE, width, dtype=dtype, device=device) for width in widths])
+        self._states = _Pool([torch.zeros(1, state_floats, device=device)] if state_floats else [])
+        self._state_pages = -(-4 * state_floats // self.page_bytes)  # as how many a state counts
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """[pages, PAGE, width] of each layer."""
+        return self._pages.tensors
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[states, floats], of a model that has them."""
+        return self._states.tensors[0]
 
     # Sequences ------------------------------------------------------------------------------------------------
 
     def change(self, sequence: int, of: int, length: int) -> None:
-        """A sequence is new (`of` -1), a fork of another, as long as that, or gone (`length` -1). May be said twice."""
+        """A sequence is new (`of` -1) or has the first tokens of another, forgets its own (`of` itself), or is gone
+        (`length` -1). Of another with a state, it has all tokens. May be said twice."""
         if length < 0:
             if sequence in self._sequences:
                 with self._change():
-                    self._release(self._sequences.pop(sequence).pages)
-        elif sequence in self._sequences:
+                    self._release(self._sequences.pop(sequence))
+        elif of == sequence:
             self._truncate(self._sequences[sequence], length)
-        elif of < 0:
-            self._sequences[sequence] = _Sequence()
         else:
-            with self._change():  # pages are shared until one of the two writes to them
-                pages = self._sequences[of].pages[: _pages_of(length)]
-                self._sequences[sequence] = _Sequence(length, list(pages))
-                for page in pages:
-                    self._references[page] += 1
+            with self._change():
+                before = self._sequences.get(sequence, _Sequence())
+                self._sequences[sequence] = made = _Sequence()
+                if of >= 0:
+                    other = self._sequences[of]
+                    made.length, made.pages, made.state = length, other.pages[: _pages_of(length)], other.state
+                self._pages.share(made.pages)
+                self._states.share(_numbers(made.state))
+                self._release(before)
 
     def pages(self, sequence: int) -> list[int]:
         """The pages that have its tokens, in their order."""
         return self._sequences[sequence].pages
 
-    def _truncate(self, of: _Sequence, tokens: int) -> None:
-        with self._change():
-            of.length = min(of.length, tokens)
-            kept = _pages_of(of.length)
-            self._release(of.pages[kept:])
-            del of.pages[kept:]
+    def state(self, sequence: int) -> int:
+        return self._sequences[sequence].state
 
-    # Pages ----------------------------------------------------------------------------------------------------
+    def _truncate(self, of: _Sequence, tokens: int) -> None:
+        if tokens >= of.length:
+            return
+        with self._change():
+            before = _Sequence(0, of.pages[_pages_of(tokens) :], of.state)
+            of.length, of.state = tokens, 0
+            del of.pages[_pages_of(tokens) :]
+            self._release(before)
+
+    # Memory ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _used(self) -> int:
+        """Pages, and those that states count as."""
+        return len(self._pages.references) + len(self._states.references) * self._state_pages
 
     @property
     def used_bytes(self) -> int:
-        return len(self._references) * self.page_bytes
+        return self._used * self.page_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
-    def wanted(self, sequence: int, tokens: int) -> int:
-        """How many new pages that many more tokens need."""
-        of = self._sequences[sequence]
-        return _pages_of(of.length + tokens) - len(of.pages) + (1 if self._copies(of, tokens) else 0)
+        return sum(tensor.nbytes for pool in (self._pages, self._states) for tensor in pool.tensors)
 
     def check_room(self, pages: int) -> None:
         """Raise ModelError when that many more do not fit."""
@@ -112,64 +195,70 @@ class KvPages:
                 f"{_megabytes(self.limit_bytes)}"
             )
 
-    def reserve(self, pages: int) -> None:
-        """Have room for that many more pages, so that the tensors stay where they are while they are taken.
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Have room for more tokens of sequences, so that the tensors stay where they are while it is taken.
 
         Raises:
             ModelError: see `check_room`; or the device has no memory.
         """
         if self._changing:
             self._repair()
-        self.check_room(pages)
-        have = self.layers[0].shape[0] if self.layers else 1
-        needed = 1 + len(self._references) + pages
+        pages = states = 0
+        for sequence, tokens in wanted:
+            of = self._sequences[sequence]
+            pages += _pages_of(of.length + tokens) - len(of.pages) + self._copies(of, tokens)
+            states += self._wants_state(of, tokens)
+        self.check_room(pages + states * self._state_pages)
+        self._have(self._pages, pages, 1)
+        self._have(self._states, states, self._state_pages)
+
+    def _have(self, pool: _Pool, more: int, each: int) -> None:
+        """Have that many more entries, each of which counts as `each` pages."""
+        have, needed = pool.count, 1 + len(pool.references) + more
         if needed <= have:
             return
-        most = 1 + self.limit_bytes // max(self.page_bytes, 1)
-        count = min(max(needed, have + have // 2), most)
+        most = 1 + self.limit_bytes // (self.page_bytes * each)
         problem: RuntimeError | None = None
         self._changing = True
         self.version += 1  # also when it fails: some of the tensors are others then
         try:
-            for index, layer in enumerate(self.layers):  # one layer at a time is there twice
-                grown = layer.new_zeros(count, *layer.shape[1:])
-                grown[:have].copy_(layer)
-                self.layers[index] = grown
+            pool.grow(min(max(needed, have + have // 2), most))
         except RuntimeError as error:  # torch's OutOfMemoryError is one
             problem = error
-        # All ranks grow in the same step, and go on with as many pages.
+        # All ranks grow in the same step, and go on with as many entries.
         elsewhere = self._least is not None and self._least(problem is None) == 0
         if problem is not None or elsewhere:
-            self.layers = [layer[:have] for layer in self.layers]
+            pool.tensors = [tensor[:have] for tensor in pool.tensors]
             where = "the device" if problem is not None else "the device of another rank"
-            raise ModelError(f"{where} has no memory for {_megabytes(pages * self.page_bytes)} of cache") from problem
-        for page in range(have, count):
-            heapq.heappush(self._free, page)
+            raise ModelError(
+                f"{where} has no memory for {_megabytes(more * each * self.page_bytes)} of cache"
+            ) from problem
         self._changing = False
 
     def agree(self) -> None:
         """Have as many pages at most as any other rank may have."""
-        if self._least is not None and self.page_bytes:
+        if self._least is not None:
             self.limit_bytes = self._least(self.limit_bytes // self.page_bytes) * self.page_bytes
+            self._state_pages = -self._least(-self._state_pages)
 
     def extend(self, sequence: int, tokens: int) -> None:
-        """Give a sequence room for more tokens; a page that others have too becomes its own first."""
+        """Give a sequence room for more tokens; what others have too becomes its own first."""
         of = self._sequences[sequence]
         with self._change():
             if self._copies(of, tokens):
-                shared, own = of.pages[-1], self._take(0)
-                for layer in self.layers:
-                    layer[own].copy_(layer[shared])
-                of.pages[-1] = own
-                self._release([shared])
+                shared, of.pages[-1] = of.pages[-1], self._pages.copied(of.pages[-1])
+                self._pages.release([shared])
             while len(of.pages) < _pages_of(of.length + tokens):
-                of.pages.append(self._take(of.pages[-1] + 1 if of.pages else 0))
+                of.pages.append(self._pages.take(of.pages[-1] + 1 if of.pages else 0))
+            if self._wants_state(of, tokens):
+                before, of.state = of.state, self._states.copied(of.state)
+                self._states.release(_numbers(before))
             of.length += tokens
 
     def clear(self, sequence: int) -> None:
         """Set what is in its own pages to zero: a value that is no number would reach whoever has the page next."""
         for page in self._sequences[sequence].pages:
-            if self._references[page] == 1:
+            if self._pages.references[page] == 1:
                 for layer in self.layers:
                     layer[page].zero_()
 
@@ -182,41 +271,29 @@ class KvPages:
         self._changing = False
 
     def _repair(self) -> None:
-        """Who has which pages, and how many there are, by the sequences and the tensors."""
-        references: dict[int, int] = {}
+        """Make the pools what the sequences and the tensors say."""
         for of in self._sequences.values():
             del of.pages[_pages_of(of.length) :]
-            for page in of.pages:
-                references[page] = references.get(page, 0) + 1
-        have = min((len(layer) for layer in self.layers), default=1)
-        self.layers = [layer[:have] for layer in self.layers]
         self.version += 1
-        self._references = references
-        self._free = [page for page in range(1, have) if page not in references]
+        self._pages.repair(page for of in self._sequences.values() for page in of.pages)
+        self._states.repair(of.state for of in self._sequences.values() if of.state)
         self._changing = False
 
     def _copies(self, of: _Sequence, tokens: int) -> bool:
-        return tokens > 0 and of.length % PAGE != 0 and self._references[of.pages[-1]] > 1
+        return tokens > 0 and of.length % PAGE != 0 and self._pages.references[of.pages[-1]] > 1
 
-    def _take(self, liked: int) -> int:
-        """A free page: `liked`, which follows the sequence's last one, if it can be."""
-        have = self.layers[0].shape[0]
-        page = liked
-        if not 0 < liked < have or liked in self._references:
-            page = heapq.heappop(self._free)
-            while page in self._references:
-                page = heapq.heappop(self._free)
-        self._references[page] = 1
-        return page
+    def _wants_state(self, of: _Sequence, tokens: int) -> bool:
+        has_states = bool(self._states.tensors)
+        return has_states and tokens > 0 and (of.state == 0 or self._states.references[of.state] > 1)
 
-    def _release(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                del self._references[page]
-                heapq.heappush(self._free, page)
-        if self.layers and len(self._free) > 2 * self.layers[0].shape[0]:
-            self._free = [page for page in range(1, self.layers[0].shape[0]) if page not in self._references]
+    def _release(self, of: _Sequence) -> None:
+        """What a sequence had."""
+        self._pages.release(of.pages)
+        self._states.release(_numbers(of.state))
+
+
+def _numbers(state: int) -> list[int]:
+    return [state] if state else []
 
 
 def _pages_of(tokens: int) -> int:

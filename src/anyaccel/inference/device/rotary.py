@@ -41,7 +41,7 @@ def neighbours(rope: Rope, head_dim: int, heads: int, first: int) -> torch.Tenso
 
 def has_complex(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether pairs of values in `dtype` can be turned as complex numbers there, which is tried."""
-    sizes = [n for layer in spec.layers for n in _alignments(layer.softmax)]
+    sizes = [n for layer in spec.layers if layer.attention is not None for n in _alignments(layer.attention)]
     if dtype is not torch.float32 or any(size % 2 for size in sizes):
         return False  # torch has complex numbers of 16-bit floats on few devices, and says that they are unfinished
     try:

@@ -15,6 +15,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.device.executor import DeviceExecutor
 from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.weights import DTYPES, DeviceWeights
+from anyaccel.inference.native.formats import ALWAYS_FLOAT
 from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.native.runtime import (
     ALONE,
@@ -29,8 +30,7 @@ from anyaccel.inference.native.runtime import (
 )
 from anyaccel.inference.native.shard import shard
 from anyaccel.inference.options import DEFAULTS, ModelOptions
-from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape
-from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
 
 # Precisions and how `_llm` calls them.
@@ -63,7 +63,6 @@ def load_device(
     checkpoint = open_checkpoint(model, config, lora=options.lora)
     callbacks.raise_if_cancelled()
     plan = make_plan(checkpoint, options, place)
-    _check_mixers(plan.whole)
     arithmetic = _arithmetic(plan, options)
     plan.matrices = [_device_form(shape, _FLOATS[arithmetic]) for shape in plan.matrices]
     kind = DTYPES[_FLOATS[arithmetic]]
@@ -84,19 +83,6 @@ def load_device(
         ranks = TensorRanks(place.group, counts)
     executor = DeviceExecutor(plan.spec, weights, kind, limit, precise, ranks)
     return native_model(_llm.ExternalModel(plan.spec, executor), plan, checkpoint, options, place, "device")
-
-
-def _check_mixers(spec: DecoderSpec) -> None:
-    """Only the native runtime has all of DecoderSpec.
-
-    Raises:
-        Unsupported: a layer is not one of attention and an MLP.
-    """
-    for layer in spec.layers:
-        if layer.recurrent is not None:
-            raise Unsupported(f"recurrent mixers ({type(layer.recurrent).__name__})", "device")
-        if layer.attention is None or layer.mlp is None:
-            raise Unsupported("layers of a mixer or an MLP alone", "device")
 
 
 def _arithmetic(plan: Plan, options: ModelOptions) -> str:
@@ -126,7 +112,7 @@ def _arithmetic(plan: Plan, options: ModelOptions) -> str:
 
 
 def _in_float32(shape: MatrixShape) -> bool:
-    return shape.name.rsplit(".", 1)[-1] in ("router", "shared_gate")
+    return shape.name.rsplit(".", 1)[-1] in ALWAYS_FLOAT
 
 
 def _device_form(shape: MatrixShape, own: str) -> MatrixShape:

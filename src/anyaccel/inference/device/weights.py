@@ -31,8 +31,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _FOLDED = 1 << 22  # values of a matrix that are in float32 at once
 _CONSTANT = 16.0  # what activations leave large; divisions by it are exact
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)")
-# Vectors that belong to the choice of experts, which is made in float32 whatever the rest is.
-_OF_ROUTER = re.compile(r"(router|shared_gate)\.")
+# Vectors of what is computed in float32 whatever the rest is: the choice of experts, and recurrent states.
+_IN_FLOAT32 = re.compile(r"(router|shared_gate|steps)\.|mixer\.(conv\.|rate|step_bias|skip|(\w+_)?norm\.)")
 
 
 class DeviceWeights:
@@ -64,7 +64,7 @@ class DeviceWeights:
             else:
                 quantised[name] = (rows, cols), (kind, group, minimum)
         for name, count in shapes["vectors"]:
-            sizes[name] = (count,), torch.float32 if _OF_ROUTER.search(name) else dtype
+            sizes[name] = (count,), torch.float32 if _IN_FLOAT32.search(name) else dtype
         self._missing = {name: shape[0] for name, (shape, _) in (sizes | quantised).items()}
         kinds = {name: kind for name, _, _, kind, *_ in shapes["matrices"]}
         self.layouts: list[LayerLayout] = []
