@@ -11,7 +11,7 @@ import transformers
 
 import anyaccel
 import family_cases
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
 
 IDS = torch.tensor([[5, 17, 99, 3, 64, 28, 101]])
@@ -115,6 +115,14 @@ def test_every_runtime_draws_the_same_tokens(how: dict[str, Any]) -> None:
     ]
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) > 3
+
+
+def test_own_code_that_fails_in_a_precision_is_one_error_with_advice() -> None:
+    engine = anyaccel.init_inference(_build("xlnet"), dtype="bf16", runtime="torch")
+    with pytest.raises(
+        ModelError, match=r"^XLNetLMHeadModel: its own code fails in bf16 \(.*\); with --dtype fp32 it may run$"
+    ):
+        list(generate_tokens(engine, IDS, max_new_tokens=1))
 
 
 def test_a_model_without_generate_is_named() -> None:

@@ -27,11 +27,13 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.sampling import Pick, choose
 from anyaccel.inference.generic.pages import LayerShape, Pages, Pattern, pattern_of
 from anyaccel.inference.generic.steps import TorchSequence
+from anyaccel.inference.options import dtype_name
+from anyaccel.validation import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,20 @@ Segment = tuple[int, int, list[int], int]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _inference(method: _Method) -> _Method:
+def _own_code(method: _Method) -> _Method:
+    """Whatever the module's own code raises, as one error."""
+
     @functools.wraps(method)
-    def wrapped(*arguments: Any) -> Any:
-        with torch.inference_mode():
-            return method(*arguments)
+    def wrapped(self: _Executor, *arguments: Any) -> Any:
+        try:
+            with torch.inference_mode():
+                return method(self, *arguments)
+        except AnyAccelError:
+            raise
+        except Exception as error:
+            kind, dtype = type(self.module).__name__, dtype_name(self.module.dtype)
+            advice = "" if dtype == "fp32" else "; with --dtype fp32 it may run"
+            raise ModelError(f"{kind}: its own code fails in {dtype} ({error_text(error)}){advice}") from error
 
     return cast("_Method", wrapped)
 
@@ -494,7 +505,7 @@ class BatchedExecutor(_Executor):
     def clear(self, sequence: int) -> None:
         self._memory.clear(sequence)
 
-    @_inference
+    @_own_code
     def compute(
         self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -624,7 +635,7 @@ class OneByOneExecutor(_Executor):
     def clear(self, sequence: int) -> None:
         self._sequences[sequence].state = None
 
-    @_inference
+    @_own_code
     def compute(
         self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -677,6 +688,7 @@ class AnswerExecutor(_Executor):
     def _of_rank_0(self, logits: torch.Tensor) -> torch.Tensor:
         return super()._of_rank_0(logits).cpu()  # where tokens can be drawn in double precision
 
+    @_own_code
     def compute(
         self, segments: Sequence[Segment], rows: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
