@@ -16,6 +16,7 @@ from anyaccel.serve.engine.grammar import GrammarCompiler
 from anyaccel.serve.interface import Grammar, GrammarError
 from anyaccel.serve.json_schema import FORMATS as TEXT_FORMATS
 from anyaccel.serve.json_schema import find_problem, prepare
+from anyaccel.serve.protocol.common import Tool
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.reasoning import REASONING_FORMATS, ReasoningFormat
 from anyaccel.serve.requests.structured import answer_grammar, callable_functions, schema_grammar
@@ -126,7 +127,7 @@ def calls_of(form: str, *functions: Any, wanted: Grammar | None = None, several:
             wanted,
             taker.text.token_of,
             form=FORMATS[form],
-            functions=callable_functions(functions),
+            functions=callable_functions([Tool.model_validate(each) for each in functions]),
             several=several,
             **more,
         )

@@ -334,7 +334,20 @@ def test_a_custom_tool_that_is_required_is_held_to_its_regex(choice: Any) -> Non
     assert chat(FakeEngine("Hi"), {"tools": [{"type": "custom", "custom": lark}]}).status == 200
 
 
+def test_tools_of_one_name_are_refused() -> None:
+    renamed = {**PATCH, "custom": {**PATCH["custom"], "name": "clock"}}
+    answer = chat(FakeEngine(""), {"tools": [CLOCK, renamed]})
+    assert answer.status == 400 and answer.json["error"]["param"] == "tools[1]"
+    assert "another tool has the name 'clock'" in answer.json["error"]["message"]
+
+
 def test_wrong_custom_tools_are_named() -> None:
+    pytest.importorskip("llguidance")
+    bad = {**PATCH["custom"], "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(a"}}}
+    engine = FakeEngine("")
+    assert chat(engine, {"tools": [{"type": "custom", "custom": bad}], "tool_choice": "required"}).status == 200
+    assert "tools[0].custom.format.grammar.definition" in repr(engine.requests[0].grammar)  # for the engine's error
+
     for tool in ({"type": "custom"}, {"type": "custom", "custom": {"name": "a b"}}, {"type": "custom", "custom": 5}):
         answer = chat(FakeEngine(""), {"tools": [tool]})
         assert answer.status == 400 and answer.json["error"]["param"].startswith("tools[0]"), answer.body

@@ -107,6 +107,17 @@ def test_formats(form: str, text: str, answer: Answer) -> None:
         assert read(parser_of(form), text, [cut]) == answer
 
 
+@pytest.mark.parametrize("form", [form for form, each in FORMATS.items() if each.section[1]])
+@pytest.mark.parametrize("is_required", [False, True])
+def test_what_is_left_of_the_mark_behind_the_calls_is_no_text(form: str, is_required: bool) -> None:
+    whole, end = WRITTEN[form][0], FORMATS[form].section[1].strip()
+    assert whole.endswith(end)
+    for left in range(1, len(end)):
+        text = whole[:-left]
+        for cuts in ([], range(1, len(text))):
+            assert read(parser_of(form, is_required), text, cuts) == ("", "", kimi(form, [OSLO]))
+
+
 @given(st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(list(FORMATS)))

@@ -16,7 +16,7 @@ import pytest
 
 from anyaccel.serve.api.traces import attributes_of
 from serve_fakes import Client, FakeEngine
-from serve_process import serving
+from serve_process import serving, wait_closed
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -75,14 +75,16 @@ async def test_a_request_has_the_attributes_of_generative_models() -> None:
 
 
 @contextmanager
-def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A receiver of OTLP over HTTP: its address, and the bodies that it gets."""
+def collector(answers: threading.Event | None = None) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """A receiver of OTLP over HTTP: its address, and the bodies that it gets; it answers at once, or with the event."""
     got: list[tuple[str, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             got.append((self.path, body))
+            if answers is not None:
+                answers.wait(60)
             self.send_response(200)
             self.end_headers()
 
@@ -133,3 +135,16 @@ def test_a_collector_gets_the_spans() -> None:
     values = {each.key: each.value for each in spans[1].attributes}
     assert values["gen_ai.request.stream"].bool_value and values["gen_ai.usage.output_tokens"].int_value == 13
     assert [each.string_value for each in values["gen_ai.response.finish_reasons"].array_value.values] == ["stop"]
+
+
+def test_a_collector_that_does_not_answer_holds_nothing_back() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    answers = threading.Event()
+    with collector(answers) as (url, _), serving("--otlp-endpoint", url) as server:
+        request = urllib.request.Request(
+            server.url + CHAT, json.dumps(HI).encode(), {"content-type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).read()
+        server.process.terminate()
+        wait_closed(server, 50)
+        answers.set()

@@ -6,6 +6,8 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/ has their meanings. Prompts 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,7 +19,10 @@ from starlette.types import Scope
 from anyaccel.errors import MissingPackageError
 from anyaccel.extras import pip_line
 
+logger = logging.getLogger("anyaccel.serve")
+
 _PACKAGE = "opentelemetry-sdk"
+_CLOSING = 2.0
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -75,7 +80,7 @@ class Traces:
         resource = Resource.create()
         if resource.attributes.get("service.name", "").startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "anyaccel"}))
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(address)))
         self._tracer = self._provider.get_tracer("anyaccel.serve", version("anyaccel"))
         self._trace = trace
@@ -98,8 +103,12 @@ class Traces:
         span.end(end)
 
     def close(self) -> None:
-        """Send what has not been sent."""
-        self._provider.shutdown()
+        """Send what has not been sent, as far as the collector takes it within `_CLOSING` seconds."""
+        closing = threading.Thread(target=self._provider.shutdown, name="anyaccel-traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSING)
+        if closing.is_alive():
+            logger.warning("the collector of --otlp-endpoint takes no spans: the last ones are lost")
 
 
 def attributes_of(scope: Scope, path: str, status: int) -> dict[str, Any]:

@@ -108,7 +108,7 @@ async def build_prompt(
     if isinstance(choice, AllowedTools):  # the model does not see the others
         tools, choice = _allowed(tools or (), choice), choice.mode
     described = describe_tools(tools)
-    functions = callable_functions(described)
+    functions = callable_functions(tools or ())
     calls: Literal["none", "auto", "required"] = "auto" if described and choice != "none" else "none"
     several = parallel is not False
     if isinstance(choice, NamedTool):

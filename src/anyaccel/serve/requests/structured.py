@@ -13,12 +13,11 @@ from typing import Any
 from anyaccel.serve.interface import Grammar
 from anyaccel.serve.json_schema import EMPTY_OBJECT, prepare
 from anyaccel.serve.protocol import limits
-from anyaccel.serve.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
+from anyaccel.serve.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs, Tool
 from anyaccel.serve.protocol.errors import wrong
 from anyaccel.serve.requests.reasoning import ReasoningFormat
 from anyaccel.serve.requests.tools.format import Function, Rules, ToolFormat, lark_text
 
-ToolDescriptions = Sequence[Mapping[str, Any]]
 _BUDGET = "thinking_token_budget"
 
 
@@ -155,22 +154,27 @@ def nesting_depth(value: Any) -> int:
 # Tool calls -----------------------------------------------------------------------------------------------
 
 
-def callable_functions(tools: ToolDescriptions) -> list[Function]:
+def callable_functions(tools: Sequence[Tool]) -> list[Function]:
     """The functions that may be called; one without parameters has none, as with OpenAI.
 
     Raises:
-        ApiError: a schema cannot be used.
+        ApiError: a schema cannot be used, or two tools have one name.
     """
-    found = []
+    found: dict[str, Function] = {}
     for place, tool in enumerate(tools):
-        param, schema = f"tools[{place}].function.parameters", tool["function"].get("parameters") or EMPTY_OBJECT
+        name, schema = tool.function.name, tool.function.parameters or EMPTY_OBJECT
+        param = f"tools[{place}].function.parameters"
+        if tool.custom is not None and tool.custom.format is not None:
+            param = f"tools[{place}].custom.format.grammar.definition"
+        if name in found:
+            raise wrong(f"tools[{place}]", f"another tool has the name {name!r} already")
         kind = schema.get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise wrong(
                 param, f"type is {json.dumps(kind)[:40]}: arguments are an object; put it into one of its properties"
             )
-        found.append(Function(tool["function"]["name"], schema_grammar(schema, param)))
-    return found
+        found[name] = Function(name, schema_grammar(schema, param))
+    return [*found.values()]
 
 
 # The whole answer -----------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ class ToolCallParser:
                 if text.startswith(mark):
                     self._text = text[len(mark) :].lstrip()
                     return
-                if mark.startswith(text) and not last:
+                if mark.startswith(text):  # it comes yet, or max_tokens has cut it
+                    self._text = "" if last else text
                     return
         if not text and not last:
             return
