@@ -211,6 +211,7 @@ class ModelFacts:
         weight_bytes, cache_bytes: that the weights take, and that the cache may take; 0: not known.
         plan: lines about ranks, precision and cache, printed when the server starts.
         pooling: of embeddings, where the model's own files say it, not the request.
+        cuts: the numbers of first values of an embedding that are an embedding as well.
     """
 
     context: int
@@ -222,18 +223,21 @@ class ModelFacts:
     weight_bytes: int = 0
     cache_bytes: int = 0
     pooling: str = ""
+    cuts: Sequence[int] = ()
 
 
 @runtime_checkable
-class PairScorer(Protocol):
-    """What engines of cross-encoders have beside `Engine`."""
+class TextEncoder(Protocol):
+    """What engines of encoders have beside `Engine`. UsageError: the model does something else."""
 
     async def score(self, query: str, texts: Sequence[str]) -> tuple[list[float], int]:
-        """How well each text answers the query, and the tokens of all pairs.
+        """How well each text answers the query, and the tokens of all pairs."""
 
-        Raises:
-            UsageError: the model scores no pairs.
-        """
+    async def classify(self, prompts: Sequence[Sequence[int]], activated: bool) -> list[dict[str, float]]:
+        """The probability of each class by its name, in the model's order; else the logits."""
+
+    async def embed_each(self, prompts: Sequence[Sequence[int]], normalized: bool) -> list[list[list[float]]]:
+        """The hidden states of each prompt's tokens, of length 1 where that is asked."""
 
 
 class Engine(Protocol):

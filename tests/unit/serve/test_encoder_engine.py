@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import encoder_models
 from anyaccel.errors import UsageError
-from anyaccel.inference.encoders.embedder import Embedder, Reranker
+from anyaccel.inference.encoders.embedder import Embedder, Reranker, TextClassifier
 from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve.engine.encoder import EncoderEngine
@@ -108,6 +109,73 @@ def test_score(tmp_path: Path) -> None:
     assert "3 texts beside 2" in three[1]["error"]["message"]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_classes_of_texts(tmp_path: Path, several: bool) -> None:
+    """A text is of one class, or (problem_type) of any number of them; `/pooling` has the same values."""
+    names = {"0": "rain", "1": "sun", "2": "snow"}
+    make(tmp_path, "AutoModelForSequenceClassification", labels=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"id2label": names} | ({"problem_type": "multi_label_classification"} if several else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    classifier = TextClassifier(tmp_path, FP32)
+    logits = classifier.logits(*classifier.tokenizer.texts(TEXTS))
+    wanted = 1 / (1 + numpy.exp(-logits)) if several else numpy.exp(logits) / numpy.exp(logits).sum(1, keepdims=True)
+    classes, raw, pooled, scored = ask(
+        tmp_path,
+        ("/v1/classify", {"input": TEXTS}),
+        ("/classify", {"input": TEXTS[0], "use_activation": False}),
+        ("/pooling", {"input": TEXTS}),
+        ("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]}),
+    )
+    numpy.testing.assert_allclose([each["probs"] for each in classes[1]["data"]], wanted, atol=1e-5)
+    assert [each["label"] for each in classes[1]["data"]] == [names[str(row.argmax())] for row in wanted]
+    assert classes[1]["data"][3]["num_classes"] == 3 and classes[1]["usage"]["prompt_tokens"] > 10
+    numpy.testing.assert_allclose(raw[1]["data"][0]["probs"], logits[0], atol=1e-5)
+    numpy.testing.assert_allclose([each["data"] for each in pooled[1]["data"]], wanted, atol=1e-5)
+    assert scored[0] == 400 and "use /v1/classify" in scored[1]["error"]["message"]
+
+
+def test_pooling_has_a_vector_of_each_token(tmp_path: Path) -> None:
+    make(tmp_path)
+    embedder = Embedder(tmp_path, FP32)
+    wanted = embedder.embed_each(embedder.tokenizer.texts(TEXTS)[0])
+    raw, unit, packed, whole, classes = ask(
+        tmp_path,
+        ("/pooling", {"input": TEXTS, "use_activation": False}),
+        ("/v1/pooling", {"input": TEXTS[1]}),
+        ("/pooling", {"input": TEXTS[1], "use_activation": False, "encoding_format": "base64"}),
+        ("/pooling", {"input": TEXTS, "task": "embed"}),
+        ("/classify", {"input": TEXTS}),
+    )
+    for each, states in zip(raw[1]["data"], wanted, strict=True):
+        numpy.testing.assert_allclose(each["data"], states, atol=1e-5)
+    numpy.testing.assert_allclose(numpy.linalg.norm(unit[1]["data"][0]["data"], axis=1), 1, atol=1e-5)
+    flat = numpy.frombuffer(base64.b64decode(packed[1]["data"][0]["data"]), numpy.float32)
+    numpy.testing.assert_allclose(flat.reshape(wanted[1].shape), wanted[1], atol=1e-5)
+    numpy.testing.assert_allclose([each["data"] for each in whole[1]["data"]], embedder.embed(TEXTS), atol=1e-5)
+    assert classes[0] == 400 and "classifies no texts" in classes[1]["error"]["message"]
+
+
+@pytest.mark.parametrize(("said", "possible"), [({"is_matryoshka": True}, 5), ({"matryoshka_dimensions": [8, 16]}, 8)])
+def test_embeddings_are_cut_where_the_model_was_trained_for_it(tmp_path: Path, said: Any, possible: int) -> None:
+    make(tmp_path)
+    ((status, answer),) = ask(tmp_path, ("/v1/embeddings", {"input": "rain", "dimensions": possible}))
+    assert status == 400 and "is_matryoshka" in answer["error"]["message"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    whole = Embedder(tmp_path, FP32).embed(TEXTS)
+    cut, wrong, ollama = ask(
+        tmp_path,
+        ("/v1/embeddings", {"input": TEXTS, "dimensions": possible}),
+        ("/v1/embeddings", {"input": TEXTS, "dimensions": 1000}),
+        ("/api/embed", {"model": "fake", "input": TEXTS, "dimensions": possible}),
+    )
+    wanted = whole[:, :possible] / numpy.linalg.norm(whole[:, :possible], axis=1, keepdims=True)
+    numpy.testing.assert_allclose([each["embedding"] for each in cut[1]["data"]], wanted, atol=1e-5)
+    numpy.testing.assert_allclose(ollama[1]["embeddings"], wanted, atol=1e-5)
+    assert wrong[0] == 400 and wrong[1]["error"]["param"] == "dimensions"
+
+
 def test_what_an_encoder_does_not_do(tmp_path: Path) -> None:
     make(tmp_path)
     for path, value, message in (
@@ -121,7 +189,7 @@ def test_what_an_encoder_does_not_do(tmp_path: Path) -> None:
     make(tmp_path, "AutoModelForSequenceClassification", labels=1)
     ((status, answer),) = ask(tmp_path, ("/v1/embeddings", {"input": "rain"}))
     assert status == 400
-    assert "makes no embeddings" in answer["error"]["message"]
+    assert "makes no embeddings; use /v1/classify or /v1/rerank" in answer["error"]["message"]
     with pytest.raises(UsageError, match="replicas"):
         opened(tmp_path, replicas=2)
 

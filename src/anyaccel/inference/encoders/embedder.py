@@ -112,6 +112,27 @@ class Embedder:
         """As `embed`, of tokens."""
         return self._states.embed(texts, types, self.pooling)
 
+    def embed_each(self, texts: Sequence[Sequence[int]]) -> list[Array]:
+        """The hidden states of each text's tokens, [tokens, values].
+
+        Raises:
+            UsageError: the model is no encoder.
+        """
+        encoder = getattr(self._states, "encoder", None)
+        if encoder is None:
+            raise UsageError("embeddings of tokens are an encoder's; a causal model has those of texts")
+        counts = [len(text) for text in texts]
+        return numpy.split(encoder.encode(texts), numpy.cumsum(counts)[:-1])
+
+
+def embedding_cuts(folder: Path, size: int) -> Sequence[int]:
+    """The numbers of first values that are embeddings as well, as a folder's config.json says (Matryoshka)."""
+    config = config_of(folder)
+    given = config.get("matryoshka_dimensions")
+    if isinstance(given, list):
+        return [each for each in given if isinstance(each, int) and 0 < each < size]
+    return range(1, size) if config.get("is_matryoshka") is True else ()
+
 
 class HiddenStates(Protocol):
     """A model whose hidden states are pooled."""
@@ -201,6 +222,56 @@ class Score:
     score: float
 
 
+class TextClassifier:
+    """Sorts texts into classes, or scores pairs of texts where it has one class: a cross-encoder.
+
+    Args:
+        folder: of a Hugging Face encoder with a head for sequence classification.
+
+    Attributes:
+        labels: names of the classes.
+
+    Raises:
+        Unsupported, ModelError: the model cannot be read or run. UsageError: it has no head.
+    """
+
+    def __init__(self, folder: Path, options: ModelOptions = DEFAULTS, progress: Progress | None = None) -> None:
+        encoder = Encoder(folder, options, head=True, progress=progress)
+        if encoder.classifier is None:
+            raise UsageError(f"{folder}: the model has no head that scores pairs of texts; `anyaccel embed` is for it")
+        self._encoder = encoder
+        self.native = encoder.native
+        self.tokenizer = EncoderTokenizer(folder, encoder.max_tokens)
+        config = config_of(folder)
+        self._score = _activation(config)
+        self._of_one = encoder.classifier.labels == 1 or config.get("problem_type") == "multi_label_classification"
+        named = config.get("id2label")
+        names = named if isinstance(named, Mapping) else {}
+        self.labels = [str(names.get(str(each), f"LABEL_{each}")) for each in range(encoder.classifier.labels)]
+
+    def pairs(self, query: str, texts: Sequence[str]) -> Tokens:
+        """What is read of a query and each text: tokens, and their types."""
+        tokens, types = self.tokenizer.pairs(query, texts)
+        if not (self._encoder.family.marks_texts and self.tokenizer.marks_texts):
+            types = [[0] * len(text) for text in tokens]
+        return tokens, types
+
+    def logits(self, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> Array:
+        """[texts, classes]."""
+        return self._encoder.logits(tokens, types)
+
+    def scores(self, logits: Array) -> Array:
+        """The scores of pairs, of their logits."""
+        return self._score(logits[:, 0])
+
+    def probabilities(self, logits: Array) -> Array:
+        """[texts, classes]: of each by itself where a text may be of several classes, else 1 together."""
+        if self._of_one:
+            return _sigmoid(logits)
+        powers = numpy.exp(logits - logits.max(-1, keepdims=True))
+        return numpy.asarray(powers / powers.sum(-1, keepdims=True))
+
+
 class Reranker:
     """Scores texts by a query: a cross-encoder, or a causal model that answers yes or no (Qwen3-Reranker).
 
@@ -224,19 +295,13 @@ class Reranker:
         if is_encoder(folder):
             if instruction is not None:
                 raise UsageError("instruction: a cross-encoder takes none")
-            encoder = Encoder(folder, options, head=True, progress=progress)
-            if encoder.classifier is None:
+            classifier = TextClassifier(folder, options, progress)
+            if len(classifier.labels) != 1:
                 raise UsageError(
-                    f"{folder}: the model has no head that scores pairs of texts; `anyaccel embed` is for it"
+                    f"{folder}: the model sorts texts into {len(classifier.labels)} classes, and scores none"
                 )
-            if encoder.classifier.labels != 1:
-                raise UsageError(
-                    f"{folder}: the model sorts texts into {encoder.classifier.labels} classes, and scores none"
-                )
-            self.native = encoder.native
-            self.tokenizer = EncoderTokenizer(folder, encoder.max_tokens)
-            self._encoder, self._activation = encoder, _activation(config_of(folder))
-            self._score = self._by_encoder
+            self.native = classifier.native
+            self._score = lambda query, texts: classifier.scores(classifier.logits(*classifier.pairs(query, texts)))
         else:
             judge = _Judge(folder, options, INSTRUCTION if instruction is None else instruction, progress)
             self.native, self._score = judge.native, judge.scores
@@ -250,20 +315,6 @@ class Reranker:
         scores = self.scores(query, texts)
         order = numpy.argsort(-scores, kind="stable")[:most]
         return [Score(int(index), float(scores[index])) for index in order]
-
-    def _by_encoder(self, query: str, texts: Sequence[str]) -> Array:
-        return self.scores_of(*self.pairs(query, texts))
-
-    def pairs(self, query: str, texts: Sequence[str]) -> Tokens:
-        """What a cross-encoder reads of a query and each text: tokens, and their types."""
-        tokens, types = self.tokenizer.pairs(query, texts)
-        if not (self._encoder.family.marks_texts and self.tokenizer.marks_texts):
-            types = [[0] * len(text) for text in tokens]
-        return tokens, types
-
-    def scores_of(self, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> Array:
-        """The scores of a cross-encoder's pairs."""
-        return self._activation(self._encoder.logits(tokens, types)[:, 0])
 
 
 def _activation(config: Mapping[str, Any]) -> Callable[[Array], Array]:

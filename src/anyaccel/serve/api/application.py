@@ -26,6 +26,7 @@ from anyaccel.serve.api import (
     embeddings,
     messages,
     ollama,
+    pooling,
     rerank,
     responses,
     status,
@@ -39,7 +40,7 @@ from anyaccel.serve.api.traces import Traces
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
 
-APIS = (status, chat, completions, responses, messages, ollama, embeddings, rerank, tokenization, batches)
+APIS = (status, chat, completions, responses, messages, ollama, embeddings, rerank, pooling, tokenization, batches)
 PAGE = Path(__file__).parents[1] / "page"
 
 

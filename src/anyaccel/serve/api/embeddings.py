@@ -24,15 +24,18 @@ from anyaccel.serve.requests.frontend import Frontend
 _InputText = Annotated[str, Field(min_length=1, max_length=8 << 20)]
 
 
+Inputs = (
+    _InputText
+    | TokenIds
+    | Annotated[list[_InputText], Field(min_length=1, max_length=limits.MOST_INPUTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MOST_INPUTS)]
+)
+
+
 class EmbeddingRequest(Shape):
     """`POST /v1/embeddings`. `pooling` is ours: the mean of the text's hidden states, or the last one."""
 
-    input: (
-        _InputText
-        | TokenIds
-        | Annotated[list[_InputText], Field(min_length=1, max_length=limits.MOST_INPUTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MOST_INPUTS)]
-    )
+    input: Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -46,34 +49,31 @@ def endpoints(models: Models) -> list[Endpoint]:
     async def embeddings(request: Request) -> Response:
         body = await read(request, EmbeddingRequest, models.limits)
         frontend = await models.serving(request, body.model)
-        prompts = await _prompts(frontend, body)
-        request.scope["anyaccel.usage"] = TokenUsage([len(prompt) for prompt in prompts])  # for the log
-        embed = frontend.engine.embed(prompts, body.pooling or frontend.pooling, request.scope["anyaccel.key"])
+        pooling = frontend.engine.facts.pooling
+        if pooling and body.pooling not in (None, pooling):
+            raise wrong("pooling", f"this model's embeddings are the {pooling} of hidden states, as its files say")
+        prompts = await prompts_of(request, frontend, body.input)
+        embed = frontend.embed(prompts, request.scope["anyaccel.key"], body.pooling, body.dimensions)
         vectors = await unless_gone(request.receive, embed)
-        encode = _base64 if body.encoding_format == "base64" else list
+        encode = base64_of if body.encoding_format == "base64" else list
         data = [
             {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
         ]
-        count = sum(map(len, prompts))
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return json_answer({"object": "list", "model": body.model or frontend.model, "data": data, "usage": usage})
+        head = {"object": "list", "model": body.model or frontend.model}
+        return json_answer({**head, "data": data, "usage": usage_of(prompts)})
 
     return [Endpoint("/v1/embeddings", "Vectors of texts", embeddings, EmbeddingRequest)]
 
 
-async def _prompts(frontend: Frontend, body: EmbeddingRequest) -> list[list[int]]:
+async def prompts_of(request: Request, frontend: Frontend, given: Inputs) -> list[list[int]]:
     """The tokens of each input.
 
     Raises:
-        ApiError: an input does not fit, or the length that is wanted is not the model's.
+        ApiError: an input does not fit.
     """
     facts = frontend.engine.facts
-    if facts.pooling and body.pooling not in (None, facts.pooling):
-        raise wrong("pooling", f"this model's embeddings are the {facts.pooling} of hidden states, as its files say")
-    if body.dimensions not in (None, facts.hidden):
-        raise wrong("dimensions", f"this model's embeddings have {facts.hidden} values; they cannot be cut")
-    single = isinstance(body.input, str) or isinstance(body.input[0], int)
-    inputs: Sequence[Any] = [body.input] if single else body.input
+    single = isinstance(given, str) or isinstance(given[0], int)
+    inputs: Sequence[Any] = [given] if single else given
     prompts = []
     for place, each in enumerate(inputs):
         param = "input" if len(inputs) == 1 else f"input[{place}]"
@@ -82,8 +82,15 @@ async def _prompts(frontend: Frontend, body: EmbeddingRequest) -> list[list[int]
             code = "context_length_exceeded" if tokens else None
             raise wrong(param, f"{len(tokens)} tokens; 1 to {facts.context or 1 << 31} are possible", code)
         prompts.append(tokens)
+    request.scope["anyaccel.usage"] = TokenUsage([len(prompt) for prompt in prompts])  # for the log
     return prompts
 
 
-def _base64(vector: Sequence[float]) -> str:
+def usage_of(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The tokens that were read."""
+    count = sum(map(len, prompts))
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def base64_of(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

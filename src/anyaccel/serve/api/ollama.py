@@ -199,11 +199,9 @@ def endpoints(models: Models) -> list[Endpoint]:
     async def embed(request: Request) -> Response:
         body = await read(request, OllamaEmbed, models.limits)
         frontend = await models.serving(request, body.model, _keep_seconds(body.keep_alive))
-        if body.dimensions not in (None, frontend.engine.facts.hidden):
-            raise wrong("dimensions", f"this model's embeddings have {frontend.engine.facts.hidden} values")
         texts = [body.input] if isinstance(body.input, str) else body.input
         start = time.perf_counter_ns()
-        vectors, count = await _embed(frontend, request, texts, body.truncate is not False)
+        vectors, count = await _embed(frontend, request, texts, body.truncate is not False, body.dimensions)
         spent = time.perf_counter_ns() - start
         head = {"model": body.model, "embeddings": vectors}
         return json_answer({**head, "total_duration": spent, "load_duration": 0, "prompt_eval_count": count})
@@ -304,7 +302,7 @@ def _describe(model: ServedModel, frontend: Frontend) -> dict[str, Any]:
 
 
 async def _embed(
-    frontend: Frontend, request: Request, texts: Sequence[str], is_cut: bool
+    frontend: Frontend, request: Request, texts: Sequence[str], is_cut: bool, dimensions: int | None = None
 ) -> tuple[list[list[float]], int]:
     """The vectors of texts, and the number of their tokens.
 
@@ -322,7 +320,7 @@ async def _embed(
     request.scope["anyaccel.usage"] = TokenUsage([len(prompt) for prompt in prompts])  # for the log
     if not prompts:
         return [], 0
-    work = frontend.engine.embed(prompts, frontend.pooling, request.scope["anyaccel.key"])
+    work = frontend.embed(prompts, request.scope["anyaccel.key"], dimensions=dimensions)
     return await unless_gone(request.receive, work), count
 
 

@@ -13,7 +13,7 @@ from anyaccel.serve.api.endpoint import Endpoint
 from anyaccel.serve.api.generation import TokenUsage
 from anyaccel.serve.api.models import Models
 from anyaccel.serve.api.sending import json_answer, read, unless_gone
-from anyaccel.serve.interface import PairScorer
+from anyaccel.serve.interface import TextEncoder
 from anyaccel.serve.protocol import limits
 from anyaccel.serve.protocol.common import Shape
 from anyaccel.serve.protocol.errors import wrong
@@ -55,7 +55,7 @@ def endpoints(models: Models) -> list[Endpoint]:
         body = await read(request, RerankRequest, models.limits)
         frontend = await models.serving(request, body.model)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        scores, tokens = await unless_gone(request.receive, _scorer(frontend).score(body.query, texts))
+        scores, tokens = await unless_gone(request.receive, encoder_of(frontend).score(body.query, texts))
         request.scope["anyaccel.usage"] = TokenUsage([tokens])
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         results = []
@@ -77,7 +77,7 @@ def endpoints(models: Models) -> list[Endpoint]:
     async def score(request: Request) -> Response:
         body = await read(request, ScoreRequest, models.limits)
         frontend = await models.serving(request, body.model)
-        scores, tokens = await unless_gone(request.receive, _scores(_scorer(frontend), body))
+        scores, tokens = await unless_gone(request.receive, _scores(encoder_of(frontend), body))
         request.scope["anyaccel.usage"] = TokenUsage([tokens])
         data = [{"object": "score", "index": index, "score": each} for index, each in enumerate(scores)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -100,24 +100,29 @@ def endpoints(models: Models) -> list[Endpoint]:
     ]
 
 
-def _scorer(frontend: Frontend) -> PairScorer:
+def encoder_of(frontend: Frontend) -> TextEncoder:
+    """The engine of a model that reads texts.
+
+    Raises:
+        ApiError: it is one that generates them.
+    """
     engine = frontend.engine
-    if not isinstance(engine, PairScorer):
-        raise wrong("model", "this one generates text and scores no pairs; serve a cross-encoder for that")
+    if not isinstance(engine, TextEncoder):
+        raise wrong("model", "this one generates text; serve an encoder or a cross-encoder for that")
     return engine
 
 
-async def _scores(scorer: PairScorer, body: ScoreRequest) -> tuple[list[float], int]:
+async def _scores(encoder: TextEncoder, body: ScoreRequest) -> tuple[list[float], int]:
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(firsts) == 1:
-        return await scorer.score(firsts[0], seconds)
+        return await encoder.score(firsts[0], seconds)
     if len(firsts) != len(seconds):
         raise wrong("text_2", f"{len(seconds)} texts beside {len(firsts)} of text_1: as many, or one text_1")
     scores: list[float] = []
     tokens = 0
     for first, second in zip(firsts, seconds, strict=True):
-        own, count = await scorer.score(first, [second])
+        own, count = await encoder.score(first, [second])
         scores += own
         tokens += count
     return scores, tokens

@@ -100,6 +100,7 @@ def open_decoder(
         AnyAccelError: it cannot be read.
     """
     from anyaccel.inference.checkpoints.model_path import check_decoder_only
+    from anyaccel.inference.encoders.embedder import embedding_cuts
     from anyaccel.inference.native.runtime import Callbacks, RankPlace
     from anyaccel.inference.opening import OwnCode, choose_runtime, find_accelerator, open_model
     from anyaccel.inference.ranks.backends import describe_weights
@@ -145,7 +146,8 @@ def open_decoder(
     spec = native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = served_context(native.spec.max_tokens, settings)
-    facts = ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype)
+    cuts = embedding_cuts(path, spec.hidden)
+    facts = ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype, cuts=cuts)
     decoder = LocalDecoder(native, facts, settings.max_batch)
     where = "one process and its accelerator"
     if native.runtime == "native":

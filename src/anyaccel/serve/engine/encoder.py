@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of an encoder: embeddings of texts, or scores of pairs. What waits is computed together. Torch-free."""
+"""The engine of an encoder: embeddings of texts, or their classes and scores of pairs. Torch-free.
+
+What waits is computed together.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.encoders.classifier import has_classifier
-from anyaccel.inference.encoders.embedder import Embedder, Reranker
+from anyaccel.inference.encoders.embedder import Embedder, TextClassifier, embedding_cuts
 from anyaccel.inference.encoders.opening import config_of
+from anyaccel.inference.encoders.pooling import normalized as unit_rows
 from anyaccel.serve.engine.settings import EngineSettings
 from anyaccel.serve.interface import (
     Chunk,
@@ -42,10 +46,12 @@ class _Job:
     Attributes:
         texts: tokens of each.
         types: of the tokens; None: all are 0.
+        compute: makes a row for each text; jobs with the same one are computed together.
     """
 
     texts: Sequence[Sequence[int]]
     types: Sequence[Sequence[int]] | None
+    compute: Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], Any]
     result: asyncio.Future[Any]
 
     @property
@@ -54,7 +60,7 @@ class _Job:
 
 
 class EncoderEngine:
-    """See `Engine` and `PairScorer`; an encoder generates nothing.
+    """See `Engine` and `TextEncoder`; an encoder generates nothing.
 
     Args:
         path: of the model's folder.
@@ -68,16 +74,17 @@ class EncoderEngine:
         if settings.replicas != 1:
             raise UsageError("replicas: an encoder has one, which uses all cores")
         self._settings = settings
-        self._reranker: Reranker | None = None
+        self._classifier: TextClassifier | None = None
         self._embedder: Embedder | None = None
+        made: TextClassifier | Embedder
         if has_classifier(config_of(path)):
-            self._reranker = Reranker(path, options, progress=screen.progress)
-            native, size, tokenizer = self._reranker.native, 1, self._reranker.tokenizer
-            what = "scores of pairs of texts"
+            made = self._classifier = TextClassifier(path, options, progress=screen.progress)
+            size = len(made.labels)
+            what = "scores of pairs of texts" if size == 1 else f"texts sorted into {size} classes"
         else:
-            self._embedder = Embedder(path, options, progress=screen.progress)
-            native, size, tokenizer = self._embedder.native, self._embedder.size, self._embedder.tokenizer
-            what = f"embeddings by the {'+'.join(self._embedder.pooling.modes)} of hidden states"
+            made = self._embedder = Embedder(path, options, progress=screen.progress)
+            size, what = made.size, f"embeddings by the {'+'.join(made.pooling.modes)} of hidden states"
+        native, tokenizer = made.native, made.tokenizer
         self.facts = ModelFacts(
             context=tokenizer.longest,
             vocabulary=native.spec.vocab,
@@ -87,6 +94,7 @@ class EncoderEngine:
             plan=(f"plan: an encoder on {native.model.threads} threads, {what}",),
             weight_bytes=native.model.weight_bytes,
             pooling="+".join(self._embedder.pooling.modes) if self._embedder else "",
+            cuts=embedding_cuts(path, size) if self._embedder else (),
         )
         self._pool = ThreadPoolExecutor(1, "anyaccel-encoder")
         self._waiting: list[_Job] = []
@@ -103,32 +111,65 @@ class EncoderEngine:
         self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
     ) -> list[list[float]]:
         """Embeddings as the model's own files say; `pooling` is for models that generate."""
-        if self._embedder is None:
-            raise UsageError("input: this model scores pairs of texts and makes no embeddings; use /v1/rerank")
-        vectors = await self._computed_of(prompts, None)
+        vectors = await self._computed_of(prompts, None, self._embeddings)
         return [vector.tolist() for vector in vectors]
 
+    async def embed_each(self, prompts: Sequence[Sequence[int]], normalized: bool) -> list[list[list[float]]]:
+        """See `TextEncoder`."""
+        rows = await self._computed_of(prompts, None, self._states)
+        return [(unit_rows(states) if normalized else states).tolist() for states in rows]
+
+    async def classify(self, prompts: Sequence[Sequence[int]], activated: bool) -> list[dict[str, float]]:
+        """See `TextEncoder`."""
+        classifier = self._classes("classifies no texts; use /v1/embeddings")
+        rows = await self._computed_of(prompts, None, self._logits)
+        rows = classifier.probabilities(rows) if activated else rows
+        return [dict(zip(classifier.labels, row, strict=True)) for row in rows.tolist()]
+
     async def score(self, query: str, texts: Sequence[str]) -> tuple[list[float], int]:
-        """How well each text answers the query, and the tokens of all pairs.
-
-        Raises:
-            UsageError: the model makes embeddings.
-        """
-        if self._reranker is None:
-            raise UsageError("model: this one makes embeddings and scores no pairs; use /v1/embeddings")
+        """See `TextEncoder`."""
+        classifier = self._classes("scores no pairs; use /v1/embeddings")
+        if len(classifier.labels) != 1:
+            raise UsageError("model: this one sorts texts into classes and scores no pairs; use /v1/classify")
         loop = asyncio.get_running_loop()
-        ids, types = await loop.run_in_executor(None, self._reranker.pairs, query, texts)
-        scores = await self._computed_of(ids, types)
-        return [float(score) for score in scores], sum(map(len, ids))
+        ids, types = await loop.run_in_executor(None, classifier.pairs, query, texts)
+        rows = await self._computed_of(ids, types, self._logits)
+        return classifier.scores(rows).tolist(), sum(map(len, ids))
 
-    async def _computed_of(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None) -> Any:
+    def _classes(self, instead: str) -> TextClassifier:
+        if self._classifier is None:
+            raise UsageError(f"model: this one makes embeddings and {instead}")
+        return self._classifier
+
+    def _vectors(self) -> Embedder:
+        if self._embedder is None:
+            raise UsageError(
+                "input: this model classifies texts and makes no embeddings; use /v1/classify or /v1/rerank"
+            )
+        return self._embedder
+
+    def _logits(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> Any:
+        return self._classes("").logits(texts, types)
+
+    def _embeddings(self, texts: Sequence[Sequence[int]], _types: Any) -> Any:
+        return self._vectors().embed_tokens(texts)
+
+    def _states(self, texts: Sequence[Sequence[int]], _types: Any) -> Any:
+        return self._vectors().embed_each(texts)
+
+    async def _computed_of(
+        self,
+        texts: Sequence[Sequence[int]],
+        types: Sequence[Sequence[int]] | None,
+        compute: Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], Any],
+    ) -> Any:
         """A row of the result for each text."""
         if self._stopped:
             raise EngineStoppedError("the server is stopping")
         if len(self._waiting) >= self._settings.max_waiting:
             raise EngineFullError(f"{len(self._waiting)} requests are waiting", _RETRY_S)
         loop = asyncio.get_running_loop()
-        job = _Job(texts, types, loop.create_future())
+        job = _Job(texts, types, compute, loop.create_future())
         self._waiting.append(job)
         if self._worker is None or self._worker.done():
             self._worker = loop.create_task(self._work())
@@ -146,7 +187,10 @@ class EncoderEngine:
         while self._waiting:
             self._running = [self._waiting.pop(0)]
             total = self._running[0].tokens
-            while self._waiting and total + self._waiting[0].tokens <= _RUN_TOKENS:
+            first = self._running[0].compute
+            while (
+                self._waiting and self._waiting[0].compute == first and total + self._waiting[0].tokens <= _RUN_TOKENS
+            ):
                 total += self._waiting[0].tokens
                 self._running.append(self._waiting.pop(0))
             try:
@@ -167,11 +211,8 @@ class EncoderEngine:
 
     def _compute(self, jobs: Sequence[_Job]) -> Any:
         texts = [text for job in jobs for text in job.texts]
-        if self._embedder is not None:
-            return self._embedder.embed_tokens(texts)
-        assert self._reranker is not None
         types = [kind for job in jobs for kind in job.types or [[0] * len(text) for text in job.texts]]
-        return self._reranker.scores_of(texts, types)
+        return jobs[0].compute(texts, types)
 
     def stats(self) -> Stats:
         """What is running and waiting now, and what has been computed."""

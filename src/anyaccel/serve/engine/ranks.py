@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.inference.encoders.embedder import embedding_cuts
 from anyaccel.inference.ranks.control import EXIT_GRACE, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 from anyaccel.serve.engine.facts import check_pages, limited, plan_line, served_context, with_own_ends
@@ -59,6 +60,7 @@ class RanksDecoder:
             plan_line(self, where, options, settings),
             sum(each["weight_bytes"] for each in said),
             sum(each["cache_bytes"] for each in said),
+            cuts=embedding_cuts(path, first["hidden"]),
         )
         self.facts = limited(facts, self.cache_pages)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,6 +26,11 @@ from anyaccel.serve.requests.tools.format import ToolFormat
 from anyaccel.serve.requests.tools.formats import detect_format
 
 _DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+
+
+def _of_length_1(vector: Sequence[float]) -> list[float]:
+    length = math.hypot(*vector)
+    return [value / length for value in vector] if length else list(vector)
 
 
 class Frontend:
@@ -92,6 +98,28 @@ class Frontend:
         """Whether answers are parsed with special tokens, as some marks are such tokens."""
         marks = {*(self.reasoning.marks if self.reasoning else ()), *(self.tool_format.marks if with_calls else ())}
         return self.tool_format.is_messages or any(map(self.tokenizer.is_special, marks))
+
+    async def embed(
+        self,
+        prompts: Sequence[Sequence[int]],
+        key: str,
+        pooling: Literal["mean", "last"] | None = None,
+        dimensions: int | None = None,
+    ) -> list[list[float]]:
+        """Embeddings of length 1, or their first values as others of length 1.
+
+        Raises:
+            ApiError: the model's embeddings may not be cut to so many values.
+        """
+        facts = self.engine.facts
+        if dimensions in (None, facts.hidden):
+            return await self.engine.embed(prompts, pooling or self.pooling, key)
+        if dimensions not in facts.cuts:
+            possible = ", ".join(map(str, facts.cuts)) if isinstance(facts.cuts, list) else "fewer"
+            why = f"{possible} are possible" if facts.cuts else 'its config.json has no "is_matryoshka": true'
+            raise wrong("dimensions", f"this model's embeddings have {facts.hidden} values, not {dimensions}: {why}")
+        vectors = await self.engine.embed(prompts, pooling or self.pooling, key)
+        return [_of_length_1(vector[:dimensions]) for vector in vectors]
 
     # Prompts ----------------------------------------------------------------------------------------------
 
