@@ -335,6 +335,13 @@ llm::StreamsSpec read_streams(const nb::handle& from) {
   return spec;
 }
 
+llm::SideBlockSpec read_side_block(const nb::handle& from) {
+  llm::SideBlockSpec spec;
+  spec.norm = read_norm(at(from, "norm"));
+  get(from, "layer", spec.layer);
+  return spec;
+}
+
 llm::InputGateSpec read_input_gate(const nb::handle& from) {
   llm::InputGateSpec spec;
   spec.mlp = read_mlp(at(from, "mlp"));
@@ -362,6 +369,7 @@ llm::LayerSpec read_layer(const nb::handle& from) {
   optional(from, "input_gate", spec.input_gate, read_input_gate);
   optional(from, "laurel", spec.laurel, read_laurel);
   optional(from, "streams", spec.streams, read_streams);
+  optional(from, "side_block", spec.side_block, read_side_block);
   get(from, "scaled", spec.scaled);
   numbers(from, "weight_factors", spec.weight_factors);
   const nb::object recurrent = at(from, "recurrent");

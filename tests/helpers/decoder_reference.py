@@ -32,7 +32,7 @@ from anyaccel.inference.spec.decoder import (
     Streams,
     weights,
 )
-from anyaccel.inference.spec.mapping import Part
+from anyaccel.inference.spec.mapping import Part, first_stored
 
 _FEW_TOKENS = 16  # of a query whose context threads divide
 
@@ -52,6 +52,11 @@ def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:
     return tensor[part.first : end] * part.times + part.plus
 
 
+def _whole(part: Part, tensors: Mapping[str, Tensor]) -> Tensor:
+    base, *adapter = (tensors[name].float() for name in part.tensors)
+    return base + adapter[1] @ adapter[0] if adapter else base
+
+
 def assemble(family: Family, spec: DecoderSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Native name -> float32 weight, each of exactly the size that `weights(spec)` says."""
     found = {}
@@ -60,9 +65,9 @@ def assemble(family: Family, spec: DecoderSpec, tensors: Mapping[str, Tensor]) -
         vector = not hasattr(weight, "rows")
         shape = (weight.count,) if vector else (weight.rows, weight.cols)
         alternatives = family.names.parts(spec, weight.name)
-        parts = next((parts for parts in alternatives if all(part.tensor in tensors for part in parts)), None)
+        parts = first_stored(alternatives, tensors)
         assert parts, f"{weight.name}: none of {[[part.tensor for part in parts] for parts in alternatives]}"
-        value = torch.cat([part_rows(part, tensors[part.tensor].float(), vector) for part in parts])
+        value = torch.cat([part_rows(part, _whole(part, tensors), vector) for part in parts])
         assert value.shape == shape, f"{weight.name}: {tuple(value.shape)} instead of {shape}"
         found[weight.name] = value.contiguous()
     return found
@@ -457,6 +462,14 @@ class Reference:
             return self._gated_lru(index, mixer, x, sequence)
         return self._linear_attention(index, mixer, x, sequence)
 
+    def _side_block(self, index: int, layer: Layer, h: Tensor, embedded: Tensor, sequence: Cached) -> Tensor:
+        at, w = f"layers.{index}", self.w
+        x = _norm(layer.attn_norm, f"{at}.attn_norm", torch.cat([h, embedded], -1), w)
+        x = self._attention(index, layer.attention, x, sequence)
+        x = _mlp(layer.mlp, f"{at}.mlp", _norm(layer.mlp_norm, f"{at}.mlp_norm", x, w), w)
+        x = _norm(layer.side_block.norm, f"{at}.side_norm", h + _linear(f"{at}.side", x, w), w)
+        return h + self._recurrent(index, layer.recurrent, x, sequence)
+
     def _layer(self, index: int, layer: Layer, h: Tensor, sequence: Cached) -> Tensor:
         at, w, r = f"layers.{index}", self.w, layer.residual_scale
 
@@ -527,12 +540,14 @@ class Reference:
             first = sequence.length + spec.position_offset
             h = h + w["positions"][first : first + len(tokens)]
         h = _norm(spec.embedding_norm, "embed_norm", h, w)
-        inputs = self._inputs(tokens, h)
+        inputs, embedded = self._inputs(tokens, h), h
         if spec.streams > 1:
             h = self._in_streams(h, opening=True)
         for index, layer in enumerate(spec.layers):
             at, streams = f"layers.{index}", layer.streams
-            if streams is None:
+            if layer.side_block is not None:
+                h = read = self._side_block(index, layer, h, embedded, sequence)
+            elif streams is None:
                 h = read = self._layer(index, layer, h, sequence)
             else:
                 h = self._streamed(index, layer, streams, h, sequence)

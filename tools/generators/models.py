@@ -99,6 +99,7 @@ def _attention(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         "earlier layers' keys and values": a.kv_layer >= 0,
         "norm of the result": a.out_norm is not None,
         "low-rank way beside it": layer.laurel is not None,
+        "shared blocks beside the residual": layer.side_block is not None,
     }
     yield from (name for name, present in features.items() if present)
 

@@ -21,7 +21,7 @@ void in_range(const std::string& where, const char* name, int64_t value, int64_t
                     std::to_string(most));
 }
 
-void check_attention(const std::string& where, const AttentionSpec& a, const DecoderSpec& spec) {
+void check_attention(const std::string& where, const AttentionSpec& a, const DecoderSpec& spec, bool of_side_block) {
   in_range(where, "heads", a.heads, 1, 1 << 16);
   in_range(where, "kv_heads", a.kv_heads, 1, a.heads);
   in_range(where, "kv_copies", a.kv_copies, 1, spec.size);
@@ -64,8 +64,10 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
       fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
     if (a.qk_norm || a.gated) fail(where, "mla has no qk_norm and no gate");
   }
-  if (a.fused_input && (!spec.hidden_inputs || spec.hidden_inputs->fused || a.mla || &a != &*spec.layers[0].attention))
-    fail(where, "only the first layer's attention reads hidden_inputs, without mla, where they are not fused");
+  if (a.fused_input && a.mla) fail(where, "mla reads one input");
+  if (a.fused_input && !of_side_block &&
+      (!spec.hidden_inputs || spec.hidden_inputs->fused || &a != &*spec.layers[0].attention))
+    fail(where, "only the first layer's attention reads hidden_inputs, where they are not fused");
 }
 
 void check_short_conv(const std::string& where, const ShortConvSpec& conv) {
@@ -129,7 +131,7 @@ void check_simple_mlp(const std::string& where, const MlpSpec& mlp) {
 }
 
 void check_layer(const std::string& where, const LayerSpec& layer, const DecoderSpec& spec) {
-  if (layer.attention) check_attention(where, *layer.attention, spec);
+  if (layer.attention) check_attention(where, *layer.attention, spec, layer.side_block.has_value());
   if (layer.short_conv) check_short_conv(where, *layer.short_conv);
   if (layer.linear_attention) check_linear_attention(where, *layer.linear_attention, spec);
   if (layer.scan) check_scan(where, *layer.scan, spec);
@@ -167,6 +169,14 @@ void check_layer(const std::string& where, const LayerSpec& layer, const Decoder
     in_range(where, "laurel.rank", layer.laurel->rank, 1);
     if (layer.parallel || layer.residual_from_norm || !layer.attention || layer.is_recurrent())
       fail(where, "laurel is beside attention alone, in a layer that is not parallel");
+  }
+  if (layer.side_block) {
+    in_range(where, "side_block.layer", layer.side_block->layer, 0, 1 << 16);
+    if (!layer.attention || !layer.attention->fused_input || !layer.is_recurrent() || !layer.mlp || layer.streams ||
+        layer.input_gate || layer.residual_from_norm)
+      fail(where, "side_block needs attention with fused_input, an mlp and a recurrent mixer, and nothing else");
+    if (spec.stages > 1 || spec.hidden_inputs)
+      fail(where, "side_block needs the embedding, which one of several stages has");
   }
   const int streams = layer.streams ? layer.streams->count : 1;
   if (streams != spec.streams || (layer.streams && streams < 2))

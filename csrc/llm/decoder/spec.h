@@ -238,6 +238,11 @@ struct StreamsSpec {
   bool scaled = false;
 };
 
+struct SideBlockSpec {
+  NormSpec norm;
+  int layer = 0;
+};
+
 struct LayerSpec {
   std::optional<AttentionSpec> attention;
   std::optional<MlpSpec> mlp;  // at most one of the two
@@ -258,6 +263,7 @@ struct LayerSpec {
   std::vector<float> weight_factors;  // which the weights that come here have been multiplied by
   std::optional<LaurelSpec> laurel;
   std::optional<StreamsSpec> streams;
+  std::optional<SideBlockSpec> side_block;
 
   bool has_mlp() const { return mlp.has_value() || moe.has_value(); }
   bool is_recurrent() const { return short_conv || linear_attention || scan || lru; }

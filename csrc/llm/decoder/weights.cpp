@@ -102,7 +102,7 @@ class WeightWalk {
   }
 
   void layer(const std::string& at, const LayerSpec& spec, int experts, LayerWeights& out) {
-    norm(at + "attn_norm", spec.attn_norm, hidden_, out.attn_norm);
+    norm(at + "attn_norm", spec.attn_norm, spec.side_block ? product(2, hidden_) : hidden_, out.attn_norm);
     if (spec.attention) attention(at, *spec.attention, out);
     if (spec.short_conv) short_conv(at + "mixer.", *spec.short_conv, out);
     if (spec.linear_attention) linear_attention(at + "mixer.", *spec.linear_attention, out);
@@ -136,6 +136,10 @@ class WeightWalk {
       norm(at + "input_norm", spec.input_gate->norm, hidden_, out.input_norm);
     }
     if (spec.scaled) out.layer_scale = vector(at + "layer_scale", 1);
+    if (spec.side_block) {
+      matrix(at + "side", hidden_, hidden_, out.side);
+      norm(at + "side_norm", spec.side_block->norm, hidden_, out.side_norm);
+    }
     if (spec.laurel) {
       matrix(at + "laurel_down", spec.laurel->rank, hidden_, out.laurel_down);
       matrix(at + "laurel_up", hidden_, spec.laurel->rank, out.laurel_up);
@@ -791,7 +795,8 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
                                      &layer.mix_gate_up,
                                      &layer.mix_out,
                                      &layer.laurel_down,
-                                     &layer.laurel_up})
+                                     &layer.laurel_up,
+                                     &layer.side})
       add(*one);
     for (const LinearWeights& each : layer.head_gates) add(each);
     add_mlp(layer.mlp);

@@ -103,8 +103,8 @@ struct LayerWeights {
   Norm router_norm, experts_norm, experts_post_norm, shared_post_norm;
   const float* expert_scale = nullptr;
   const float* layer_scale = nullptr;
-  LinearWeights laurel_down, laurel_up;
-  Norm laurel_norm;
+  LinearWeights laurel_down, laurel_up, side;
+  Norm laurel_norm, side_norm;
   Norm stream_norm;
   const float* stream_router = nullptr;   // [streams, hidden]
   const float* stream_predict = nullptr;  // [streams, streams, streams]: predicted, of which, router

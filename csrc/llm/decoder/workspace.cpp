@@ -97,6 +97,10 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
     two_norms = two_norms || (layer.parallel && layer.mlp_norm.has_value());
     if (layer.input_gate) most(features, layer.input_gate->mlp.features);
     if (layer.laurel) most(laurel, layer.laurel->rank);
+    if (layer.side_block) {
+      side_blocks = true;
+      most(fused, 2 * hidden);
+    }
   }
   if (spec.layer_inputs) layer_inputs = spec.layer_inputs->layers * spec.layer_inputs->features;
   streams = spec.streams;
@@ -108,9 +112,10 @@ int64_t Widths::token_floats() const {
   return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + keys + out + (gated ? 2 : 1) * features + router +
          (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
          draft_vocab + laurel +
-         (streams > 1  ? 2 * streams - 1
-          : laurel > 0 ? 1
-                       : 0) *
+         (streams > 1   ? 2 * streams - 1
+          : laurel > 0  ? 1
+          : side_blocks ? 2
+                        : 0) *
              hidden;
 }
 
@@ -150,7 +155,9 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   if (widths.cutoffs) next.cutoffs = Buffer(wanted);
   const int64_t stream = padded_stride(widths.hidden);
   if (widths.streams > 1) next.streams = Buffer(wanted * widths.streams * stream);
-  if (widths.streams > 1 || widths.laurel > 0) next.side = Buffer(wanted * std::max(widths.streams - 1, 1) * stream);
+  if (widths.streams > 1 || widths.laurel > 0 || widths.side_blocks)
+    next.side = Buffer(wanted * std::max(widths.streams - 1, 1) * stream);
+  if (widths.side_blocks) next.embedded = rows(wanted, widths.hidden);
   next.laurel = rows(wanted, widths.laurel);
   for (Buffer& buffer : next.delta) buffer = rows(wanted, widths.hidden);
   next.inputs.reserve(shapes, wanted);
@@ -162,6 +169,7 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
     one.heads = rows(kGemvTokens, widths.qkv);
     one.latent = rows(kGemvTokens, widths.latent);
     one.fused = rows(kGemvTokens, widths.fused);
+    if (widths.side_blocks) one.embedded = rows(kGemvTokens, widths.hidden);
     if (widths.streams > 1) {
       one.streams = Buffer(kGemvTokens * widths.streams * stream);
       one.old_streams = Buffer(widths.streams * stream);

@@ -105,10 +105,10 @@ struct Widths {
   int64_t key_dim = 0;       // of linear attention
   int64_t fused = 0;         // of hidden_inputs: the embedding and the hidden states
   int64_t draft_vocab = 0;   // rows of a head that has not all tokens
-  bool two_deltas = false;   // a layer with attention and a recurrent mixer
   int64_t normed = 0;        // of a norm behind attention or an MLP's features
   bool cutoffs = false;      // of an MLP's gates
   int64_t laurel = 0;        // its rank
+  bool side_blocks = false;
   int streams = 1;
 
   explicit Widths(const DecoderSpec& spec);
@@ -119,7 +119,7 @@ struct Widths {
 struct Workspace {
   // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
-    Buffer residual, x, second_x, heads, latent, row, fused, normed;
+    Buffer residual, x, second_x, heads, latent, row, fused, normed, embedded;
     Buffer streams, old_streams;  // the latter of one token
     Buffer expanded_rows;         // of kLatentTile tokens
     Buffer head_keys, mixer_out;  // of linear attention: queries and keys of some tokens, the result behind its norm
@@ -132,8 +132,8 @@ struct Workspace {
 
   Buffer residual, x, second_x, qkv, latent, second_latent, keys, out, gate, up, router, expert_out, layer_inputs;
   Buffer absorbed, latent_out, latent_tile;  // of kLatentTokens and kLatentTile tokens
-  Buffer mixed, mix_gates[2], steps, mixer_out, fused, draft_logits;
-  // Streams are padded_stride(hidden) apart; `side` is what their linears, or laurel, give.
+  Buffer mixed, mix_gates[2], steps, mixer_out, fused, draft_logits, embedded;
+  // Streams are padded_stride(hidden) apart; `side` is what their linears, laurel or a side block give.
   Buffer streams, side, laurel;
   Buffer cutoffs;   // of each token
   Buffer delta[2];  // what attention and MLP add to the residual, when no other rank adds to it

@@ -71,7 +71,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
     for (const LinearWeights* linear :
          {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.router, &layer.shared_gate,
           &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
-          &layer.mix_gate_up, &layer.mix_out, &layer.laurel_down, &layer.laurel_up})
+          &layer.mix_gate_up, &layer.mix_out, &layer.laurel_down, &layer.laurel_up, &layer.side})
       add_shape(shapes_, linear->w);
     for (const LinearWeights& each : layer.head_gates) add_shape(shapes_, each.w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
@@ -428,6 +428,8 @@ void StepThread::embed() noexcept {
       add(row, type, 1.0f, spec_.hidden);
     }
     norm(weights_.embed_norm, row, spec_.hidden, row);
+    if (forward_.widths_.side_blocks)
+      std::memcpy(embedded() + t * hidden_stride_, row, static_cast<size_t>(spec_.hidden) * sizeof(float));
   }
   mark(Work::embed);
   if (spec_.layer_inputs) embed_for_layers(*spec_.layer_inputs);
@@ -594,6 +596,7 @@ void StepThread::layer(size_t index) noexcept {
   const LayerSpec& spec = spec_.layers[index];
   const LayerWeights& weights = weights_.layers[index];
   const float scale = spec.residual_scale;
+  if (spec.side_block) return side_block(index);
   if (spec.parallel) {
     advance(weights.attn_norm, spec.residual_from_norm);
     attention(index);  // computes the MLP too, which reads the same input
@@ -633,6 +636,47 @@ void StepThread::layer(size_t index) noexcept {
   pend(1, weights.mlp_post_norm, scale);
 }
 
+// See SideBlock in spec/decoder.py.
+void StepThread::side_block(size_t index) noexcept {
+  const LayerWeights& weights = weights_.layers[index];
+  const int64_t stride = padded_stride(forward_.widths_.fused), n = spec_.hidden;
+  const size_t bytes = static_cast<size_t>(n) * sizeof(float);
+  float* const both = small_ ? own_.fused.get() : shared_.fused.get();
+  advance(Norm{}, false);
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* const row = both + t * stride;
+    std::memcpy(row, residual_ + t * hidden_stride_, bytes);
+    std::memcpy(row + n, embedded() + t * hidden_stride_, bytes);
+    norm(weights.attn_norm, row, 2 * n, row);
+  }
+  // What ranks have made of x, each a part of it, together.
+  const auto take = [&](Work kind, const Norm& of) {
+    exchange(kind, {tokens_ * hidden_stride_, 0});
+    pend(1, of, 1.0f);
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) std::memcpy(x_ + t * hidden_stride_, normed_pending(t), bytes);
+    pending_ = 0;
+    fresh();
+  };
+  attention(index);
+  take(Work::out, weights.mlp_norm);
+  mlp(weights.mlp, 0, false);
+  take(Work::down, Norm{});
+  float* const side = shared_.side.get();
+  multiply_into(weights.side, input(weights.side.w.shape(), x_, hidden_stride_, tokens_), side, hidden_stride_);
+  barrier(Work::down);
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    float* const row = side + t * hidden_stride_;
+    float* const x = x_ + t * hidden_stride_;
+    std::memcpy(x, residual_ + t * hidden_stride_, bytes);
+    add(x, row, 1.0f, n);
+    norm(weights.side_norm, x, n, x);
+  }
+  fresh();
+  recurrent(index, 0);
+  exchange(Work::out, {tokens_ * hidden_stride_, 0});
+  pend(1, Norm{}, 1.0f);
+}
+
 void StepThread::add_normed(const LayerWeights& weights, float scale) noexcept {
   const int64_t n = spec_.hidden;
   const int ranks = forward_.ranks_ == nullptr ? 1 : forward_.ranks_->size();
@@ -666,16 +710,21 @@ void StepThread::add_normed(const LayerWeights& weights, float scale) noexcept {
 int StepThread::mix(size_t index) noexcept {
   const LayerSpec& spec = spec_.layers[index];
   const int deltas = spec.attention && spec.is_recurrent() ? 2 : 1;
-  if (spec.short_conv) short_conv(index, deltas - 1);
-  if (spec.linear_attention) linear_attention(index, deltas - 1);
-  if (spec.scan) selective_scan(index, deltas - 1);
-  if (spec.lru) gated_lru(index, deltas - 1);
+  recurrent(index, deltas - 1);
   if (deltas == 2) {
     mark(Work::out);
     fresh();
   }
   if (spec.attention) attention(index);
   return deltas;
+}
+
+void StepThread::recurrent(size_t index, int which) noexcept {
+  const LayerSpec& spec = spec_.layers[index];
+  if (spec.short_conv) short_conv(index, which);
+  if (spec.linear_attention) linear_attention(index, which);
+  if (spec.scan) selective_scan(index, which);
+  if (spec.lru) gated_lru(index, which);
 }
 
 float* StepThread::delta(int which) noexcept {

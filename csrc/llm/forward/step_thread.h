@@ -33,9 +33,11 @@ class StepThread {
   void fuse(const HiddenInputsSpec& spec) noexcept;
   void give_features(int tap) noexcept;
   void layer(size_t index) noexcept;
+  void side_block(size_t index) noexcept;
   void finish_layer(size_t index) noexcept;
   // Attention, the recurrent mixer, or both; returns how many deltas there are.
   int mix(size_t index) noexcept;
+  void recurrent(size_t index, int which) noexcept;
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
   void spread_logits(const float* from, int64_t first, int64_t count) noexcept;
@@ -156,6 +158,7 @@ class StepThread {
   void multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept;
   Range rows_of(const Shape& shape) const noexcept;
   float* delta(int which) noexcept;
+  float* embedded() const noexcept { return small_ ? own_.embedded.get() : shared_.embedded.get(); }
   int pending_rows() const noexcept;
   const float* pending_row(int index, int64_t t) const noexcept;
   const float* normed_pending(int64_t t) noexcept;

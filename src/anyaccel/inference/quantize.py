@@ -42,6 +42,7 @@ from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head, r
 from anyaccel.inference.native.formats import ALWAYS_FLOAT, AT_LEAST_16_BITS, Precision
 from anyaccel.inference.options import GROUP_SIZES
 from anyaccel.inference.spec.decoder import MatrixShape, each_weight
+from anyaccel.inference.spec.mapping import first_stored
 
 Progress = Callable[[int, int], object]
 
@@ -250,8 +251,8 @@ class _Work:
         used: set[str] = set()
         for shape in each_weight(spec):
             alternatives = family.names.parts(spec, shape.name)
-            chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), None)
-            used |= {part.tensor for part in chosen or ()}
+            chosen = first_stored(alternatives, self.source)
+            used |= {tensor for part in chosen or () for tensor in part.tensors}
             if not isinstance(shape, MatrixShape) or shape.name.rsplit(".", 1)[-1] in _NOT_LINEAR:
                 continue
             if chosen is None:

@@ -43,6 +43,7 @@ STRUCTS = {
     decoder.HiddenInputs: ("HiddenInputsSpec", "read_hidden_inputs"),
     decoder.InputGate: ("InputGateSpec", "read_input_gate"),
     decoder.Laurel: ("LaurelSpec", "read_laurel"),
+    decoder.SideBlock: ("SideBlockSpec", "read_side_block"),
     decoder.Streams: ("StreamsSpec", "read_streams"),
     decoder.Layer: ("LayerSpec", "read_layer"),
     decoder.DecoderSpec: ("DecoderSpec", "read_spec"),
@@ -166,6 +167,7 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
         decoder.Layer(None, mlp, recurrent=decoder.SelectiveScan(16, 4, 3, 5, norm=norm)),
         decoder.Layer(None, mlp, recurrent=decoder.GatedLru(2, 8, 3, "gelu")),
         decoder.Layer(attention, None, recurrent=decoder.LinearAttention(4, 2, 8, 8, norm=norm)),
+        decoder.Layer(attention, mlp, recurrent=decoder.ShortConv(16, 3), side_block=decoder.SideBlock(norm, 5)),
         decoder.Layer(attention, mlp, laurel=decoder.Laurel(4, norm, 0.5), streams=decoder.Streams(3, norm)),
     )
     spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm, streams=3)

@@ -19,7 +19,7 @@ from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Rank
 from anyaccel.inference.device.rotary import Angles, has_complex
 from anyaccel.inference.device.streams import LowRank, StreamsOfLayer, StreamsOfModel
 from anyaccel.inference.device.weights import DeviceWeights
-from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Moe
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp, Moe
 
 Mixer = SelfAttention | RecurrentMixer
 
@@ -153,6 +153,37 @@ class LayerRun:
         return down.added(mixer.out.added(h, seen, scale, None), features, scale, None)
 
 
+class SideBlockRun:
+    """A layer whose attention and MLP are for its mixer only: see SideBlock, and LayerRun for the arguments."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        index: int,
+        weights: DeviceWeights,
+        place: int,
+        states: StateLayout,
+        ranks: Ranks | None,
+    ) -> None:
+        layer, at = spec.layers[index], f"layers.{index}"
+        assert layer.attention and isinstance(layer.mlp, Mlp) and layer.recurrent and layer.side_block
+        self.ranks = ranks
+        self.attn_norm = normed(layer.attn_norm, weights, f"{at}.attn_norm")
+        self.attention = SelfAttention(layer.attention, spec, weights, at, place, False, ranks)
+        self.mlp_norm = normed(layer.mlp_norm, weights, f"{at}.mlp_norm")
+        self.mlp = Dense(layer.mlp, weights, f"{at}.mlp", ranks)
+        self.side = Linear(weights, f"{at}.side")
+        self.side_norm = Normed(layer.side_block.norm, weights, f"{at}.side_norm")
+        self.mixer = recurrent_mixer(layer.recurrent, weights, f"{at}.mixer", states, ranks)
+
+    def run(self, h: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
+        x = torch.cat([h, embedded], 1)
+        seen = self.attention(x if self.attn_norm is None else self.attn_norm(x), batch, cache)
+        x = _of_ranks(self.mlp, _of_ranks(self.attention.out, seen, self.mlp_norm, self.ranks), None, self.ranks)
+        x = self.side_norm(h + self.side(x))
+        return _added(self.mixer.out, h, self.mixer(x, batch, cache), 1.0, None, self.ranks)
+
+
 def _added(
     of: Linear | Sum | Dense | Experts,
     residual: torch.Tensor,
@@ -237,7 +268,10 @@ class Decoder:
         self.states = StateLayout()
         places = _places(spec)
         self.layers = [
-            LayerRun(spec, index, weights, places[index], self.states, ranks) for index in range(len(spec.layers))
+            (LayerRun if layer.side_block is None else SideBlockRun)(
+                spec, index, weights, places[index], self.states, ranks
+            )
+            for index, layer in enumerate(spec.layers)
         ]
         self.ends = [LayerEnd(layer, weights, index) for index, layer in enumerate(spec.layers)]
         if spec.layer_inputs is not None:
@@ -258,11 +292,13 @@ class Decoder:
             h = h + self.positions.index_select(0, at)
         if self.embed_norm is not None:
             h = self.embed_norm(h)
-        inputs_NLF = self._layer_inputs(batch.tokens, h)
+        inputs_NLF, embedded = self._layer_inputs(batch.tokens, h), h
         if self.streams is not None:
             h = self.streams.opened(h)
         for layer, end in zip(self.layers, self.ends, strict=True):
-            if end.streams is None:
+            if isinstance(layer, SideBlockRun):
+                h = layer.run(h, embedded, batch, cache)
+            elif end.streams is None:
                 h = end.run(layer.run(h, batch, cache), inputs_NLF)
             else:
                 h = end.streams.predicted(h)

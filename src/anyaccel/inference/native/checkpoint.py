@@ -18,7 +18,7 @@ from anyaccel.inference.families.eagle import EAGLE3, eagle3_config, is_eagle3
 from anyaccel.inference.families.family import Family
 from anyaccel.inference.families.registry import encoder_of, family_of
 from anyaccel.inference.spec.decoder import DecoderSpec, Moe
-from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.spec.mapping import Unsupported, first_stored
 from anyaccel.validation import read_json, short_repr
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def find_untied_head(source: TensorSource, family: Family, spec: DecoderSpec) ->
     stored = []
     for name in ("embed", "head"):
         alternatives = family.names.parts(untied, name)
-        found = next((each for each in alternatives if all(part.tensor in source for part in each)), None)
+        found = first_stored(alternatives, source)
         if found is None:
             return None
         stored.append(found[0].tensor)

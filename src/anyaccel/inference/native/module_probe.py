@@ -191,11 +191,12 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def _tensors(family: Family, spec: DecoderSpec) -> set[str]:
     """Names of what the weights of `spec` may be made of."""
     return {
-        part.tensor
+        tensor
         for shapes in weights(spec)
         for shape in shapes
         for alternative in family.names.parts(spec, shape.name)
         for part in alternative
+        for tensor in part.tensors
     }
 
 

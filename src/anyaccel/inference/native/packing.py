@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.adapters import MergedTensor
 from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks, TransposedBlocks
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
 from anyaccel.inference.checkpoints.quantised_layout import Dequantised, QuantisedTensor, StoredMatrix, row_index
@@ -24,6 +25,7 @@ from anyaccel.inference.checkpoints.sources import (
     dense_strides,
     entry_of,
 )
+from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.native.checkpoint import Checkpoint, find_untied_head
 from anyaccel.inference.native.formats import (
     ALWAYS_FLOAT,
@@ -36,7 +38,7 @@ from anyaccel.inference.native.formats import (
 )
 from anyaccel.inference.native.shard import WeightSlice, bytes_by_layer, shard, slices, split_layers, stage_spec
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
-from anyaccel.inference.spec.mapping import Part, Unsupported
+from anyaccel.inference.spec.mapping import Part, Unsupported, first_stored
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format, ScaleKind
 from anyaccel.validation import error_text
 
@@ -254,8 +256,8 @@ class Plan:
     def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
         """The parts of a native weight: the first alternative whose tensors all exist."""
         alternatives = self.family.names.parts(self.whole, name)
-        self._known.update(part.tensor for each in alternatives for part in each)
-        chosen = next((each for each in alternatives if all(part.tensor in self.source for part in each)), None)
+        self._known.update(tensor for each in alternatives for part in each for tensor in part.tensors)
+        chosen = first_stored(alternatives, self.source)
         if chosen is None:
             missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
             raise ModelError(f"{self._where()}the checkpoint has no tensor {missing!r}, which {name} is made of")
@@ -275,6 +277,12 @@ class Plan:
         tensor: Any = self.source.tensor(part.tensor)
         if part.index is not None:
             tensor = entry_of(tensor, part.index)
+        if part.adapter:
+            down, up = (floats_of(self.source.tensor(name)) for name in part.adapter)
+            if (up.shape[0], *down.shape[::-1]) != (*tensor.shape, up.shape[1]):
+                shapes = f"{down.shape} and {up.shape}"
+                raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: its adapter is of {shapes}")
+            tensor = MergedTensor(tensor, up, down)
         if not vector and len(tensor.shape) == 1 and isinstance(tensor, TensorView):  # one row
             tensor = replace(tensor, shape=(1, *tensor.shape), strides=(0, *tensor.strides))
         if vector and len(tensor.shape) != 1 and isinstance(tensor, TensorView):

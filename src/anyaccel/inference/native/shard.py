@@ -378,7 +378,7 @@ def stage_spec(spec: DecoderSpec, layers: Sequence[range], stage: int) -> Decode
     """The decoder of one stage, from one that has all layers."""
     own = layers[stage]
     if len(layers) > 1:
-        if spec.layer_inputs is not None:
+        if spec.layer_inputs is not None or any(layer.side_block is not None for layer in spec.layers):
             raise UsageError("pipeline_parallel: all layers of this model need the embedding; use tensor_parallel")
         for index in own:
             attention = spec.layers[index].attention

@@ -100,7 +100,8 @@ class Attention:
         kv_layer: the number of the earlier layer, with as large heads, whose keys and values it sees; -1: its own.
         gated: the result is multiplied by the sigmoid of a linear of the input (Qwen3-Next).
         bidirectional: a token sees those behind it too, with a window as many as before it; of all layers (encoders).
-        fused_input: it reads the two inputs of a head that drafts side by side, see HiddenInputs.fused.
+        fused_input: it reads two inputs side by side: those of a head that drafts, see HiddenInputs.fused, or a
+            SideBlock's.
         out_norm: of the result of all heads together, before the last linear (BitNet).
     """
 
@@ -459,6 +460,20 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class SideBlock:
+    """That attention and MLP of a layer are for its recurrent mixer only, and no part of the residual (Zamba2).
+
+    The mixer reads norm(h + side(mlp(mlp_norm(attention(attn_norm([h, e])))))), where e is the token's embedding.
+
+    Attributes:
+        layer: the first one with such attention and MLP, whose weights this layer's are, but for adapters.
+    """
+
+    norm: Norm
+    layer: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """h += r * post(mixer(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
 
@@ -486,6 +501,7 @@ class Layer:
     weight_factors: tuple[float, ...] = ()
     laurel: Laurel | None = None
     streams: Streams | None = None
+    side_block: SideBlock | None = None
 
     @property
     def softmax(self) -> Attention:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer
@@ -38,6 +39,7 @@ class Part:
         index: entry of a stacked tensor [experts, ...].
         plus: added to each value (Gemma's norms multiply by 1 + weight).
         times: each value of a matrix is multiplied by it (Falcon-H1).
+        adapter: the names of matrices [r, cols] and [rows, r] of a whole matrix, whose product is added (Zamba2).
     """
 
     tensor: str
@@ -48,6 +50,12 @@ class Part:
     index: int | None = None
     plus: float = 0.0
     times: float = 1.0
+    adapter: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All that it is made of."""
+        return (self.tensor, *self.adapter)
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,17 @@ class Names:
                 if found not in alternatives:
                     alternatives.append(found)
         return alternatives
+
+
+class Tensors(Protocol):
+    """What knows by name which tensors a checkpoint has."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+
+def first_stored(alternatives: Sequence[Sequence[Part]], source: Tensors) -> Sequence[Part] | None:
+    """The first of them whose tensors all exist."""
+    return next((each for each in alternatives if all(name in source for part in each for name in part.tensors)), None)
 
 
 def _as_list(rules: Rules) -> list[Rule | tuple[Rule, ...]]:

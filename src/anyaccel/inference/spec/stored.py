@@ -26,6 +26,7 @@ from anyaccel.inference.spec.decoder import (
     Rope,
     SelectiveScan,
     ShortConv,
+    SideBlock,
     Streams,
 )
 
@@ -42,6 +43,7 @@ _KINDS: dict[str, type] = {
     "layer_inputs": LayerInputs,
     "input_gate": InputGate,
     "laurel": Laurel,
+    "side_block": SideBlock,
     "streams": Streams,  # of a layer; the decoder's is a number
     "relative_bias": RelativeBias,
     "distances": Distances,
