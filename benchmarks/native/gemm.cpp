@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Speed of matrix products (prefill) beside the peak that this machine's arithmetic reaches in registers.
-//   gemm [--threads 1,2] [--tokens 128,512,1024] [--format f32,bf16,f16,i8,i4] [--shape ROWSxCOLS] [--seconds 0.3]
+//   gemm [--threads 1,2] [--tokens 128,512,1024] [--format f32,bf16,f16,i8,i4,q4k,...] [--shape ROWSxCOLS] [--seconds
+//   0.3]
 //   [--cpu]
 // --cpu: counts each thread's own CPU time instead of the clock's, on a machine that others use too.
 // Compile it with the library (libanyaccel_llm.a and libanyaccel_core.a), or with the objects of csrc/llm.
@@ -162,6 +163,11 @@ Shape shape_of(const std::string& format, int64_t rows, int64_t cols) {
   if (format == "i8g32") return {Format::i8, rows, cols, 32};
   if (format == "i4") return {Format::i4, rows, cols, 32};
   if (format == "i4m") return {Format::i4, rows, cols, 32, true};
+  if (format == "q4k") return {Format::i4, rows, cols, 32, true, ScaleKind::superblocks};
+  if (format == "q6k") return {Format::i6, rows, cols, 16, false, ScaleKind::superblocks};
+  if (format == "q5k") return {Format::i5, rows, cols, 32, true, ScaleKind::superblocks};
+  if (format == "iq4xs") return {Format::nl4, rows, cols, 32, false, ScaleKind::superblocks};
+  if (format == "mxfp4") return {Format::fp4, rows, cols, 32, false, ScaleKind::powers};
   std::fprintf(stderr, "unknown format %s\n", format.c_str());
   std::exit(2);
 }
@@ -172,7 +178,9 @@ void measure(const Options& options, const std::string& format, int64_t rows, in
   Matrix matrix(shape);
   std::mt19937 random(1);
   std::vector<float> row(static_cast<size_t>(cols));
-  for (int64_t r = 0; r < rows; ++r) {
+  const bool rounded = shape.scales == ScaleKind::halves;  // nothing is rounded to what only ggml's files have
+  if (!rounded) std::memset(const_cast<uint8_t*>(matrix.block(0)), 0x11, shape.bytes());
+  for (int64_t r = 0; rounded && r < rows; ++r) {
     for (float& value : row) value = static_cast<float>(random() % 2001) * 1e-3f - 1.0f;
     matrix.set_rows(r, 1, {row.data(), SourceType::f32, cols * 4, 4});
   }

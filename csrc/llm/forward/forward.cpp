@@ -15,7 +15,7 @@ namespace {
 
 // Activations of a run, all threads together: the more tokens, the less often weights are read; but they should not
 // be large beside the weights, nor far beyond the last cache.
-constexpr int64_t kRunFloats = int64_t{16} << 20;
+constexpr int64_t kRunFloats = int64_t{32} << 20;
 constexpr int64_t kMostTokens = 1024;
 // From so many ranks on they divide the rows of deltas among them; two read the same number of bytes either way.
 constexpr int kRanksThatDivideRows = 3;

@@ -79,6 +79,34 @@ Grid grid_of(const GemmKernels& kernels, int64_t row_tiles, int panels, int part
   return best;
 }
 
+// Where a pass over some blocks of weights begins.
+struct Pass {
+  int64_t block, unit;
+};
+
+// The weights of the pass that comes next, which the panels of the present one fetch, each a share.
+class NextPass {
+ public:
+  NextPass(const Matrix& w, const BlockLayout& layout, const GemmKernels& kernels, Pass next, int64_t last_block,
+           int64_t units, int64_t panels)
+      : blocks_(kernels.tile_blocks), block_bytes_(static_cast<int64_t>(layout.block_bytes)), weights_(w.block(0)) {
+    if (next.block >= last_block) return;
+    weights_ += layout.unit_at(next.unit * kUnit) + static_cast<size_t>(next.block * block_bytes_);
+    share_ = divide_up(divide_up(block_bytes_ * units * kUnit, layout.padded_cols), divide_up(panels, blocks_));
+    share_ = divide_up(share_, 64) * 64;
+  }
+  // Of panel 0, 1, ...: a part of one block of each tile.
+  void share(int64_t panel, GemmTile& to) const {
+    to.next_weights = weights_ + panel % blocks_ * block_bytes_ + panel / blocks_ * share_;
+    to.next_stride = blocks_ * block_bytes_;
+    to.next_bytes = share_;
+  }
+
+ private:
+  int64_t blocks_, block_bytes_, share_ = 0;
+  const uint8_t* weights_;
+};
+
 }  // namespace
 
 size_t gemm_bytes_on(const GemmKernels& kernels, const Shape& shape, int64_t tokens) {
@@ -145,10 +173,14 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
         to.add = out.add || unit > 0;
         to.rows = shape.rows - block * kBlockRows;
         const int64_t group_end = std::min(group + panels_a_pass, my_panels.end);
+        const NextPass next(w, layout, kernels,
+                            unit + units < total ? Pass{block, unit + units} : Pass{block + chunk, 0}, last_block, pass,
+                            group_end - group);
         for (int64_t p = group; p < group_end; ++p) {
           to.next_panel = data + (p + 1 < group_end ? p + 1 : group) * panel_bytes(kernels, shape);
           const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
           to.out = out.data + first * out.stride + block * kBlockRows;
+          next.share(p - group, to);
           multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights, weight_stride,
                    blocks, to);
         }
@@ -161,7 +193,8 @@ int gemm_from(const Shape& shape) {
   const GemmKernels& kernels = gemm_kernels(selected_isa(), shape);
   // Floats have a fraction of the rate of gemv's integers.
   const bool as_floats = kernels.operands == GemmKernels::Operands::floats && is_quantised(shape.format);
-  return as_floats ? kNeverGemm : kernels.from_tokens;
+  if (as_floats) return kNeverGemm;
+  return kernels.from_tokens != nullptr ? kernels.from_tokens(shape) : kGemvTokens + 1;
 }
 
 size_t gemm_bytes(const Shape& shape, int64_t tokens) {

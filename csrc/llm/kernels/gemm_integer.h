@@ -20,7 +20,8 @@ constexpr int kRows = 16;  // of a block
 constexpr int kAdded = kShift8 ? 128 : 0;
 
 struct QuantisedUnit {
-  float scale, sum;  // the latter is scale * the sum of q
+  float scale;
+  int32_t sum;  // of q
 };
 // The unit of activations at `from`, of which `left` columns exist, as 8 bits; zeros for the rest of it.
 inline QuantisedUnit quantise_unit(const float* from, int64_t left, int8_t* q) {
@@ -41,21 +42,23 @@ inline QuantisedUnit quantise_unit(const float* from, int64_t left, int8_t* q) {
     quantised = quantise32(from, 127.0f / largest, q);
   else
     std::memset(q, 0, kUnit);
-  return {scale, scale * static_cast<float>(quantised)};
+  return {scale, quantised};
 }
 
-// value = scale * q + minimum, of q as they are multiplied here.
+// Writes 16 scales, then 16 minima: value = scale * q + minimum, of q as they are multiplied here. Without minima the
+// latter are numbers to add to q: value = scale * (q + number).
 inline void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
   const FormatRow& format = row_of(layout.format);
   const bool bytes = layout.format == Format::i8 || format.codes != nullptr;
-  const Vec zero = broadcast(bytes            ? static_cast<float>(-kAdded)
-                             : layout.minimum ? 0.0f
-                                              : -static_cast<float>(1 << (format.bits - 1)));
-  auto* out = reinterpret_cast<float*>(to);
+  const int32_t added = bytes ? -kAdded : layout.minimum ? 0 : -(1 << (format.bits - 1));
   for (int r = 0; r < kRows; r += kLanes) {
     const RowScales of = row_scales(layout, block, column, r);
-    store(out + r, of.scale);
-    store(out + kRows + r, fma(of.scale, zero, of.minimum));
+    store(reinterpret_cast<float*>(to) + r, of.scale);
+    uint8_t* second = to + (kRows + r) * 4;
+    if (layout.minimum)
+      store(reinterpret_cast<float*>(second), fma(of.scale, broadcast(static_cast<float>(added)), of.minimum));
+    else
+      store(static_cast<void*>(second), broadcast(added));
   }
 }
 

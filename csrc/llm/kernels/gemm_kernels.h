@@ -20,7 +20,18 @@ struct GemmTile {
   bool add;                   // to what is in `out`
   int64_t rows;               // that may be written
   const uint8_t* next_panel;  // of activations: a kernel may fetch it into a cache
+  // This panel's share of the weights that are multiplied next: so many bytes for each tile of blocks, `next_stride`
+  // apart. A kernel may fetch them, some with each step of a tile: memory has no time to answer a panel that needs
+  // them.
+  const uint8_t* next_weights;
+  int64_t next_stride, next_bytes;
 };
+
+// Fetches what belongs to step `step` of so many.
+inline void fetch_share(const GemmTile& to, int64_t step, int64_t steps) {
+  const int64_t bytes = (to.next_bytes + steps - 1) / steps;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(to.next_weights + step * bytes + at, 0, 2);
+}
 
 // Columns are counted in units of kUnit, which have one scale in all quantised formats but i8 in groups of 16.
 constexpr int64_t kUnit = 32;
@@ -54,8 +65,9 @@ struct GemmKernels {
   decltype(multiply) multiply_bf16 = nullptr;
   // As multiply(), of weights without minima; null: it is multiply() too.
   decltype(multiply) multiply_symmetric = nullptr;
-  // Fewer tokens are multiplied faster by gemv, kGemvTokens after kGemvTokens.
-  int from_tokens = kGemvTokens + 1;
+  // Fewer tokens are multiplied faster by gemv, kGemvTokens after kGemvTokens; null: all that are more than
+  // kGemvTokens.
+  int (*from_tokens)(const Shape& shape) = nullptr;
 };
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.

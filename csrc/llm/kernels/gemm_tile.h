@@ -107,12 +107,16 @@ inline void multiply_tile(const uint8_t* x, int64_t lines, const uint8_t* weight
     const float* out = to.out + t * to.stride;
     for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(out + b * kRows, 1);
   }
+  const uint8_t* next = to.next_weights;
+  const int64_t next_step = (to.next_bytes + lines - 1) / lines;  // at most a line of the cache
 #pragma GCC unroll 2
   for (int64_t line = 0; line < lines; ++line) {
     multiply_step<Math, 0>(x, weights, weight_stride, sums);
     if constexpr (kLineSteps<Math> == 2) multiply_step<Math, 1>(x + kTokens * 4, weights, weight_stride, sums);
     __builtin_prefetch(prefetch, 0, 2);
     prefetch += prefetch_step;
+    __builtin_prefetch(next, 0, 2);
+    next += next_step;
     x += kLineSteps<Math> * kTokens * 4;
     weights += kLineBytes;
   }
@@ -133,6 +137,7 @@ void multiply_panel(const uint8_t* x, int64_t lines, const uint8_t* weights, int
     weights += Math::kBlocks * weight_stride;
     to.out += Math::kBlocks * kRows;
     to.rows -= Math::kBlocks * kRows;
+    to.next_weights += to.next_stride;
     if (to.bias != nullptr) to.bias += Math::kBlocks * kRows;
   }
 }

@@ -7,8 +7,9 @@
 //
 // Weights in groups of 16 have two parts of a unit, each with a scale of its own; others have one part.
 //
-// A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then of each part [token] scale *
-// sum. Unpacked weights: for each unit 8 lines [16 rows][4 columns], then of each part 16 scales, then 16 minima.
+// A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then of each part [token] sum: an
+// integer, or for weights with minima a float times the scale. Unpacked weights: for each unit 8 lines [16 rows][4
+// columns], then of each part what write_scales() has.
 #include "llm/kernels/expand.h"
 #include "llm/kernels/gemm_integer.h"
 #include "simd/pick.h"
@@ -33,15 +34,21 @@ constexpr int kVecs = kWidth / kLanes;                             // vectors of
 constexpr int64_t kVecBytes = 4 * kLanes;                          // of a line
 constexpr int kAtOnce = sizeof(NibbleSum) > sizeof(IVec) ? 2 : 4;  // tokens whose sums fit the registers
 
+// Sums that take turns within a unit. A processor waits for the last product before it adds another: with one sum, more
+// products wait than its schedulers hold.
+template <class Sum>
+constexpr int kChains = kLanes == 16 && !Sum::kOf16Bits ? 2 : 1;
+
 // Sums of weights of 5 and 6 bits where NibbleSum has 16 bits.
 struct WideSum {
+  static constexpr bool kOf16Bits = false;
   IVec v;
   static WideSum zero() { return {broadcast(int32_t{0})}; }
   WideSum plus(Nibbles w, const int8_t* x) const { return {add(v, NibbleSum::zero().plus(w, x).total())}; }
   IVec total() const { return v; }
 };
 
-template <int kParts>
+template <int kParts, bool kMinimum>
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
   for (int t = 0; t < tokens; ++t) {
     const float* row = x + (rows != nullptr ? rows[t] : t) * stride;
@@ -52,13 +59,13 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
       uint8_t* values = out + kTokens * kUnit + t * 4;
       std::memcpy(values, &unit.scale, 4);
       for (int part = 0; part < kParts; ++part) {
-        float sum = unit.sum;
+        int32_t sum = unit.sum;
         if constexpr (kParts == 2) {
-          int32_t quantised = 0;
-          for (int i = 0; i < kUnit / 2; ++i) quantised += q[part * kUnit / 2 + i];
-          sum = unit.scale * static_cast<float>(quantised);
+          sum = 0;
+          for (int i = 0; i < kUnit / 2; ++i) sum += q[part * kUnit / 2 + i];
         }
-        std::memcpy(values + kTokens * 4 * (part + 1), &sum, 4);
+        const float scaled = unit.scale * static_cast<float>(sum);
+        std::memcpy(values + kTokens * 4 * (part + 1), kMinimum ? static_cast<const void*>(&scaled) : &sum, 4);
       }
     }
   }
@@ -102,6 +109,11 @@ struct UnitWeights {
   Vec minimum(int vec, int part) const {
     return load(reinterpret_cast<const float*>(at(vec) + (kLines + 2 * part + 1) * 64));
   }
+  int32_t added() const {  // to q, without minima
+    int32_t number;
+    std::memcpy(&number, data + (kLines + 1) * 64, 4);
+    return number;
+  }
 };
 
 // Of a part of a unit.
@@ -110,17 +122,24 @@ struct PartScales {
 };
 
 // Adds kCount tokens' products over a unit. `held`: the unit's weights, in registers; null: they are loaded.
-template <class Sum, int kParts, int kCount>
+template <class Sum, int kParts, bool kMinimum, int kCount>
 inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weights, const PartScales (&scales)[kParts],
-                     const uint8_t* x, int token, Sums& sums) {
+                     int32_t added, const uint8_t* x, int token, Sums& sums) {
   const auto* q = reinterpret_cast<const int8_t*>(x + token * kUnit);
+  float scale_x[kCount];
+  std::memcpy(scale_x, x + kTokens * kUnit + token * 4, sizeof scale_x);
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; ++part) {
-    Sum unit[kCount][kVecs];
+    Sum unit[kCount][kVecs][kChains<Sum>];
+    std::conditional_t<kMinimum, float, int32_t> sum_x[kCount];
+    std::memcpy(sum_x, x + kTokens * (kUnit + 4 + 4 * part) + token * 4, sizeof sum_x);
 #pragma GCC unroll 4
     for (int t = 0; t < kCount; ++t)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) unit[t][v] = Sum::zero();
+      for (int v = 0; v < kVecs; ++v) {
+        for (Sum& sum : unit[t][v]) sum = Sum::zero();
+        if constexpr (!kMinimum && !Sum::kOf16Bits) unit[t][v][0].v = broadcast(added * sum_x[t]);
+      }
 #pragma GCC unroll 4
     for (int j = 0; j < kLines / 2 / kParts; ++j) {
       const int i = part * kLines / 2 / kParts + j;
@@ -130,26 +149,32 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
 #pragma GCC unroll 4
       for (int t = 0; t < kCount; ++t)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) unit[t][v] = unit[t][v].plus(w[v], q + t * kUnit + 8 * i);
+        for (int v = 0; v < kVecs; ++v) {
+          Sum& sum = unit[t][v][j % kChains<Sum>];
+          sum = sum.plus(w[v], q + t * kUnit + 8 * i);
+        }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < kCount; ++t) {
-      float scale_x, sum_x;
-      std::memcpy(&scale_x, x + kTokens * kUnit + (token + t) * 4, 4);
-      std::memcpy(&sum_x, x + kTokens * (kUnit + 4 + 4 * part) + (token + t) * 4, 4);
+    for (int t = 0; t < kCount; ++t)
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
+        IVec total = unit[t][v][0].total();
+#pragma GCC unroll 4
+        for (int c = 1; c < kChains<Sum>; ++c) total = add(total, unit[t][v][c].total());
         float* at = &sums[token + t][v * kLanes];
-        const Vec total = fma(scales[part].minimum[v], broadcast(sum_x), load(at));
-        store(at, fma(convert(unit[t][v].total()), mul(scales[part].scale[v], broadcast(scale_x)), total));
+        Vec result = load(at);
+        if constexpr (kMinimum)
+          result = fma(scales[part].minimum[v], broadcast(sum_x[t]), result);
+        else if constexpr (Sum::kOf16Bits)
+          total = add(total, broadcast(added * sum_x[t]));
+        store(at, fma(convert(total), mul(scales[part].scale[v], broadcast(scale_x[t])), result));
       }
-    }
   }
 }
 
 // A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
 // there are 32 of them, and else the sums of a few tokens.
-template <class Sum, int kParts>
+template <class Sum, int kParts, bool kMinimum>
 void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sums& sums) {
   PartScales scales[kParts];
 #pragma GCC unroll 2
@@ -157,8 +182,9 @@ void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sum
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       scales[part].scale[v] = weights.scale(v, part);
-      scales[part].minimum[v] = weights.minimum(v, part);
+      if constexpr (kMinimum) scales[part].minimum[v] = weights.minimum(v, part);
     }
+  const int32_t added = weights.added();
   int t = 0;
   if constexpr (kLanes == 16) {
     Nibbles held[kVecs][kLines / 2];
@@ -166,10 +192,11 @@ void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sum
     for (int v = 0; v < kVecs; ++v)
 #pragma GCC unroll 4
       for (int i = 0; i < kLines / 2; ++i) held[v][i] = weights.lines(v, i);
-    for (; t < tokens; ++t) add_unit<Sum, kParts, 1>(held, weights, scales, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, kMinimum, 1>(held, weights, scales, added, x, t, sums);
   } else {
-    for (; t + kAtOnce <= tokens; t += kAtOnce) add_unit<Sum, kParts, kAtOnce>(nullptr, weights, scales, x, t, sums);
-    for (; t < tokens; ++t) add_unit<Sum, kParts, 1>(nullptr, weights, scales, x, t, sums);
+    for (; t + kAtOnce <= tokens; t += kAtOnce)
+      add_unit<Sum, kParts, kMinimum, kAtOnce>(nullptr, weights, scales, added, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, kMinimum, 1>(nullptr, weights, scales, added, x, t, sums);
   }
 }
 
@@ -188,27 +215,30 @@ void write(const Sums& sums, int tokens, const GemmTile& to) {
   }
 }
 
-template <class Sum, int kParts>
+template <class Sum, int kParts, bool kMinimum>
 void multiply_tile(const uint8_t* x, int tokens, int64_t units, UnitWeights weights, const GemmTile& to) {
   alignas(64) Sums sums;
   for (int t = 0; t < tokens; ++t) {
     for (int r = 0; r < kWidth; r += kLanes) store(&sums[t][r], broadcast(0.0f));
     for (int r = 0; r < kWidth; r += kRows) __builtin_prefetch(to.out + t * to.stride + r, 1);
   }
-  for (int64_t u = 0; u < units; ++u, x += kPanelUnit<kParts>, weights.data += kWeightUnit<kParts>)
-    multiply_unit<Sum, kParts>(x, tokens, weights, sums);
+  for (int64_t u = 0; u < units; ++u, x += kPanelUnit<kParts>, weights.data += kWeightUnit<kParts>) {
+    fetch_share(to, u, units);
+    multiply_unit<Sum, kParts, kMinimum>(x, tokens, weights, sums);
+  }
   write(sums, tokens, to);
 }
 
 // The last block of a matrix may have no second one: it is multiplied twice, and written once.
-template <class Sum, int kParts>
+template <class Sum, int kParts, bool kMinimum>
 void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_t units, const uint8_t* weights,
               int64_t weight_stride, int64_t blocks, const GemmTile& to) {
   (void)total;
   const uint8_t* x = static_cast<const uint8_t*>(panel) + unit * kPanelUnit<kParts>;
   GemmTile tile = to;
   for (int64_t b = 0; b < blocks; b += kBlocks) {
-    multiply_tile<Sum, kParts>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
+    multiply_tile<Sum, kParts, kMinimum>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
+    tile.next_weights += tile.next_stride;
     weights += kBlocks * weight_stride;
     tile.out += kWidth;
     tile.rows -= kWidth;
@@ -216,38 +246,35 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
   }
 }
 
-template <class Sum, int kParts, int kFrom>
+// Measured on Zen 5: fewer tokens are multiplied faster by gemv in turns. It is the faster, the less unpacking a format
+// takes, which it does again for every few tokens.
+int from_tokens(const Shape& shape) {
+  const bool simple = shape.format == Format::i4 || (shape.format == Format::i8 && shape.group != kUnit / 2);
+  const bool halves = shape.scales == ScaleKind::halves;
+  if (kLanes == 16) return simple && halves ? 65 : 33;
+  return !simple ? 17 : halves ? 129 : 65;
+}
+
+template <class Sum, int kParts, bool kMinimum>
 constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .full_panels = true,
                             .panel_tokens = kTokens,
                             .tile_blocks = kBlocks,
-                            .units = 64,
+                            .units = 256,
                             .cache_bytes = size_t{kLanes == 16 ? 512 : 160} << 10,
                             .activation_bytes = kTokenBytes<kParts>,
                             .weight_bytes = kWeightUnit<kParts>,
                             .unpack_cost = 8,
-                            .pack = pack<kParts>,
+                            .pack = pack<kParts, kMinimum>,
                             .unpack = unpack<kParts>,
-                            .multiply = multiply<Sum, kParts>,
+                            .multiply = multiply<Sum, kParts, kMinimum>,
                             .begin = nullptr,
                             .end = nullptr,
-                            .from_tokens = kFrom};
-// Measured on Zen 5: fewer tokens are multiplied faster by gemv in turns. It is the faster, the less unpacking a format
-// takes, which it does again for every few tokens.
-int from_tokens(const Shape& shape) {
-  const FormatRow& format = row_of(shape.format);
-  if (kLanes == 16) return shape.group == kUnit / 2 ? 65 : 129;
-  if (shape.format == Format::i4 || (shape.format == Format::i8 && shape.group != kUnit / 2)) return 129;
-  return format.bits == 5 || format.bits == 6 ? 65 : 17;
-}
-template <class Sum, int kParts>
-const GemmKernels* from(int tokens) {
-  return tokens == 129 ? &kGemm<Sum, kParts, 129> : tokens == 65 ? &kGemm<Sum, kParts, 65> : &kGemm<Sum, kParts, 17>;
-}
+                            .from_tokens = from_tokens};
 template <class Sum>
 const GemmKernels* of_group(const Shape& shape) {
-  const int tokens = from_tokens(shape);
-  return shape.group == kUnit / 2 ? from<Sum, 2>(tokens) : from<Sum, 1>(tokens);
+  if (shape.group == kUnit / 2) return shape.minimum ? &kGemm<Sum, 2, true> : &kGemm<Sum, 2, false>;
+  return shape.minimum ? &kGemm<Sum, 1, true> : &kGemm<Sum, 1, false>;
 }
 const GemmKernels* find(const Shape& shape) {
   const FormatRow& format = row_of(shape.format);

@@ -18,7 +18,7 @@ struct Pairs {
 };
 
 constexpr PairGemmKernels kKernels{
-    kernels_of<Pairs>(GemmKernels::Operands::pairs, 32, size_t{512} << 10, unpack_pairs)};
+    kernels_of<Pairs>(GemmKernels::Operands::pairs, 64, size_t{256} << 10, unpack_pairs)};
 
 }  // namespace
 }  // namespace anyaccel::llm

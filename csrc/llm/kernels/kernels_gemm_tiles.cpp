@@ -40,6 +40,7 @@ void multiply_tiles(const uint8_t* x, int64_t x_tile, int64_t steps, const uint8
     tile_zero<3>();
   }
   for (int64_t s = 0; s < steps; s += kTileSteps) {
+    fetch_share(to, s / kTileSteps, steps / kTileSteps);
     tile_load<6>(weights, 64);
     tile_load<4>(x, 64);
     tile_dot_bf16<0, 4, 6>();
@@ -73,6 +74,7 @@ void multiply_panel(const uint8_t* x, int64_t x_tile, int64_t steps, const uint8
     weights += 2 * weight_stride;
     to.out += 2 * kRows;
     to.rows -= 2 * kRows;
+    to.next_weights += to.next_stride;
     if (to.bias != nullptr) to.bias += 2 * kRows;
   }
 }
