@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from anyaccel.inference.device import activations, attention, parts, rotary
+from anyaccel.inference.device import activations, attention, mixers, parts, rotary
 from anyaccel.inference.device.executor import device_logits
-from anyaccel.inference.device.kernels.choice import Kernels, load
+from anyaccel.inference.device.kernels.choice import Kernels, errors_of, load
 from anyaccel.inference.device.parts import Normed
 from anyaccel.inference.spec.decoder import Mlp, Norm
 
@@ -208,10 +208,21 @@ def models(kernels: Kernels) -> dict[str, tuple[float, float]]:
     from device_models import on_device
 
     found = {}
-    for name in ("llama", "gemma2", "gpt_neox", "olmo2", "phi3-longrope", "gpt_oss", "bloom", "deepseek_v3"):
+    recurrent = ("lfm2", "qwen3_next", "kimi_linear", "mamba2", "jamba", "minimax")
+    for name in (
+        "llama",
+        "gemma2",
+        "gpt_neox",
+        "olmo2",
+        "phi3-longrope",
+        "gpt_oss",
+        "bloom",
+        "deepseek_v3",
+        *recurrent,
+    ):
         logits = []
         for each in (None, kernels):
-            for module in (activations, attention, parts, rotary):
+            for module in (activations, attention, mixers, parts, rotary):
                 module.kernels_of = lambda _device, each=each: each  # type: ignore[attr-defined]
             rotary.has_complex = lambda *_arguments: False
             model = on_device(name)
@@ -228,7 +239,7 @@ def _error(made: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main() -> None:
     kernels, host = load(), torch.device("cpu")
-    found = models(kernels)
+    found = models(kernels) | {f"tried {name}": (error, 1e-5) for name, error in errors_of(kernels, host).items()}
     for cases in (gated, turn, add_norm, norm, product, attend):
         found |= cases(kernels, host)
     print(json.dumps(found))

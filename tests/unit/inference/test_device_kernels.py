@@ -23,7 +23,7 @@ from anyaccel.inference.device import activations, attention, parts, rotary
 from anyaccel.inference.device.executor import device_logits
 from anyaccel.inference.device.kernels import choice
 
-CASES = Path(__file__).parents[2] / "kernel_cases.py"
+CASES = Path(__file__).parents[2] / "helpers" / "kernel_cases.py"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def errors() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kernel", ["gated", "turn", "add_norm", "norm", "product", "attend"])
+@pytest.mark.parametrize("kernel", ["tried", "gated", "turn", "add_norm", "norm", "product", "attend"])
 def test_each_kernel_gives_what_torch_gives(errors: dict[str, Any], kernel: str) -> None:
     mine = {case: both for case, both in errors.items() if case.startswith(kernel)}
     assert len(mine) >= 4
@@ -70,7 +70,10 @@ def test_what_is_wrong_or_does_not_compile_is_not_used(
     monkeypatch.setattr(choice, "get_accelerator", WithTriton)
     for load, said in (
         (broken, "Triton cannot be used (RuntimeError: no C compiler)"),
-        (lambda: choice.Kernels(**_WRONG), "Triton's gated, attend, turn: wrong on cpu"),
+        (
+            lambda: choice.Kernels(**_WRONG),
+            "Triton's gated, attend, turn, convolve, attend_linearly, scan: wrong on cpu",
+        ),
     ):
         monkeypatch.setattr(choice, "load", load)
         with caplog.at_level(logging.WARNING):
@@ -101,6 +104,9 @@ _WRONG: dict[str, Any] = {
     "product": torch.nn.functional.linear,
     "dequantised": _nothing,
     "attend": lambda q, *_arguments: torch.zeros(len(q), q.shape[1] * 16),
+    "convolve": lambda windows, numbers, x, *_arguments: torch.zeros_like(x),
+    "attend_linearly": lambda m, states, *_arguments: torch.zeros(2, m.heads * m.value_dim),
+    "scan": lambda states, numbers, steps, *_arguments: torch.zeros_like(steps),
     "widest": 1 << 14,
     "most_tokens": {},
 }

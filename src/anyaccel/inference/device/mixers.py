@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from anyaccel.inference.device.activations import ACTIVATIONS
 from anyaccel.inference.device.batch import Batch
+from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 from anyaccel.inference.device.pages import KvPages
 from anyaccel.inference.device.parts import Linear, Normed, Ranks, normed, normed_of_ranks
 from anyaccel.inference.device.recurrence import accumulated, attended, convolved, scanned
@@ -50,14 +51,25 @@ class State:
         cache: KvPages,
         advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         *rows: torch.Tensor,
+        in_place: Callable[..., torch.Tensor] | None = None,
+        prompts: bool = False,
     ) -> torch.Tensor:
-        """What `advance` makes of all tokens' rows: see `recurrence.py`. The states are those behind them then."""
+        """What is made of all tokens' rows; the states are those behind them then.
+
+        Args:
+            advance: see `recurrence.py`.
+            in_place: the same by kernels, of all states and the sequences' numbers; of single tokens, or `prompts` too.
+        """
         whole = torch.unflatten(cache.states[:, self.own], 1, self.shape)
+        kernels = None if in_place is None else kernels_of(whole.device)
         made = []
         for group in batch.groups:
             size = (group.sequences, group.queries)
-            own = [torch.unflatten(each[group.first : group.first + math.prod(size)], 0, size) for each in rows]
-            y, state = advance(whole.index_select(0, group.states), *own)
+            own = [each[group.first : group.first + math.prod(size)] for each in rows]
+            if kernels is not None and in_place is not None and (prompts or group.queries == 1):
+                made.append(in_place(kernels, whole, group.states, *own))
+                continue
+            y, state = advance(whole.index_select(0, group.states), *(torch.unflatten(each, 0, size) for each in own))
             whole.index_copy_(0, group.states, state)
             made.append(y.flatten(0, 1))
         return made[0] if len(made) == 1 else torch.cat(made)
@@ -75,7 +87,12 @@ class Convolution:
 
     def __call__(self, x: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
         advance = functools.partial(convolved, taps_TC=self.taps, bias=self.bias, silu=self.silu)
-        return self.window.through(batch, cache, advance, x)
+        return self.window.through(batch, cache, advance, x, in_place=self._in_place)
+
+    def _in_place(
+        self, kernels: Kernels, windows: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        return kernels.convolve(windows, numbers, x, self.taps, self.bias, self.silu)
 
 
 class ShortConvolution:
@@ -102,16 +119,13 @@ class LinearHeads:
         convolved = 2 * self.keys + self.values
         self.convolution = Convolution(weights, at, convolved, m.kernel, True, layout) if m.kernel else None
         self.state = layout.take(m.heads, m.key_dim, m.value_dim)
-        if m.slopes:
-            self.fixed = -torch.tensor(m.slopes, device=weights.device)[:, None]
-        else:
-            self.steps = Linear(weights, f"{at}.steps")
-            self.rates = -weights[f"{at}.rate"].exp()[:, None]
-            self.step_bias = weights[f"{at}.step_bias"]
+        self.steps = None if m.slopes else Linear(weights, f"{at}.steps")
+        self.rates = -(torch.tensor(m.slopes, device=weights.device) if m.slopes else weights[f"{at}.rate"].exp())
+        self.step_bias = self.rates if m.slopes else weights[f"{at}.step_bias"]
         self.step_up = Linear(weights, f"{at}.step_up") if m.decay_rank else None
         self.gate_up = Linear(weights, f"{at}.gate_up") if m.gate_rank else None
         self.norm = normed(m.norm, weights, f"{at}.norm")
-        self.skip = weights[f"{at}.skip"][:, None] if m.skip else None
+        self.skip = weights[f"{at}.skip"] if m.skip else None
 
     def __call__(self, x: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
         m, convolved = self.mixer, 2 * self.keys + self.values
@@ -120,39 +134,52 @@ class LinearHeads:
         qkv = qkv.float() if self.convolution is None else self.convolution(qkv, batch, cache)
         if m.silu:
             qkv = F.silu(qkv)
-        q, k, v = torch.split(qkv, [self.keys, self.keys, self.values], 1)
-        q, k = (self._for_heads(each.view(len(x), m.key_heads, m.key_dim)) for each in (q, k))
-        v = v.view(len(x), m.heads, m.value_dim)
-        inputs = qkv[:, :0] if m.slopes else self.steps(x)
-        decays, strengths = self._steps(inputs, x.dtype)
+        inputs = qkv if self.steps is None else self.steps(x)
+        channels = inputs if self.step_up is None else self.step_up(inputs[:, : m.decay_rank].to(x.dtype))
         if self.gate_up is not None:
             gate = self.gate_up(inputs[:, m.decay_rank + m.heads :].to(x.dtype))
-        advance = functools.partial(attended, delta=m.delta)
-        y = self.state.through(batch, cache, advance, q * m.scale, k, v, decays, strengths)
-        if self.skip is not None:
-            y = torch.addcmul(y, self.skip, v)
-        return self._finished(y.flatten(1), gate.float()).to(x.dtype)
+        y = self.state.through(batch, cache, self._advanced, qkv, inputs, channels, in_place=self._in_place)
+        return self._finished(y, gate.float()).to(x.dtype)
 
-    def _for_heads(self, x_NHK: torch.Tensor) -> torch.Tensor:
+    def _in_place(
+        self, kernels: Kernels, states: torch.Tensor, numbers: torch.Tensor, *rows: torch.Tensor
+    ) -> torch.Tensor:
+        return kernels.attend_linearly(self.mixer, states, numbers, *rows, self.rates, self.step_bias, self.skip)
+
+    def _advanced(
+        self, state: torch.Tensor, qkv_BTx: torch.Tensor, inputs_BTx: torch.Tensor, channels_BTx: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        m = self.mixer
+        size = qkv_BTx.shape[:2]
+        q, k, v = torch.split(qkv_BTx, [self.keys, self.keys, self.values], -1)
+        q, k = (self._for_heads(each.view(*size, m.key_heads, m.key_dim)) for each in (q, k))
+        v = v.view(*size, m.heads, m.value_dim)
+        decays, strengths = self._steps(inputs_BTx, channels_BTx)
+        y, state = attended(state, q * m.scale, k, v, decays, strengths, m.delta)
+        if self.skip is not None:
+            y = torch.addcmul(y, self.skip[:, None], v)
+        return y.flatten(2), state
+
+    def _for_heads(self, x_BTHK: torch.Tensor) -> torch.Tensor:
         """Of each head of values."""
         m = self.mixer
         if m.l2_norm:
-            x_NHK = x_NHK * torch.rsqrt(x_NHK.square().sum(-1, keepdim=True) + _L2_EPS)
+            x_BTHK = x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + _L2_EPS)
         each = m.heads // m.key_heads
-        return x_NHK.repeat(1, each, 1) if m.tiled else x_NHK.repeat_interleave(each, 1)
+        return x_BTHK.repeat(1, 1, each, 1) if m.tiled else x_BTHK.repeat_interleave(each, 2)
 
-    def _steps(self, inputs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logarithms of decays, [tokens, heads, 1 or key_dim], and strengths [tokens, heads]."""
+    def _steps(self, inputs: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logarithms of decays, [B, T, heads, 1 or key_dim], and strengths [B, T, heads]."""
         m = self.mixer
         if m.slopes:
-            return self.fixed.expand(len(inputs), -1, -1), inputs.new_ones(len(inputs), m.heads)
-        strengths = inputs[:, (m.decay_rank or m.heads) :][:, : m.heads].sigmoid() * m.strength_scale
-        if self.step_up is not None:
-            raw = self.step_up(inputs[:, : m.decay_rank].to(dtype)).float()
-            steps = F.softplus(raw + self.step_bias).view(-1, m.heads, m.key_dim)
-            return self.rates * steps, strengths
-        steps = F.softplus(inputs[:, : m.heads] + self.step_bias).clamp(m.step_min, m.step_max or None)
-        return self.rates * steps[..., None], steps if m.strength == "step" else strengths
+            ones = inputs.new_ones(*inputs.shape[:2], m.heads)
+            return (ones * self.rates)[..., None], ones
+        strengths = inputs[..., (m.decay_rank or m.heads) :][..., : m.heads].sigmoid() * m.strength_scale
+        if m.decay_rank:
+            steps = F.softplus(channels.float() + self.step_bias)
+            return self.rates[:, None] * steps.view(*steps.shape[:2], m.heads, m.key_dim), strengths
+        steps = F.softplus(inputs[..., : m.heads] + self.step_bias).clamp(m.step_min, m.step_max or None)
+        return (self.rates * steps)[..., None], steps if m.strength == "step" else strengths
 
     def _finished(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """With gate and norm."""
@@ -198,8 +225,14 @@ class Scan:
         parts = torch.split(selected.float(), [m.step_rank, m.state_dim, m.state_dim], 1)
         steps, b, c = (part if norm is None else norm(part) for norm, part in zip(self.norms, parts, strict=True))
         steps = F.softplus(self.step_up(steps.to(dtype)).float())
-        y = self.state.through(batch, cache, functools.partial(scanned, rates_CN=self.rates), steps, x, b, c)
+        advance = functools.partial(scanned, rates_CN=self.rates)
+        y = self.state.through(batch, cache, advance, steps, x, b, c, in_place=self._in_place, prompts=True)
         return (torch.addcmul(y, self.skip, x) * F.silu(gate.float())).to(dtype)
+
+    def _in_place(
+        self, kernels: Kernels, states: torch.Tensor, numbers: torch.Tensor, *rows: torch.Tensor
+    ) -> torch.Tensor:
+        return kernels.scan(states, numbers, *rows, self.rates)
 
 
 class GatedUnit:

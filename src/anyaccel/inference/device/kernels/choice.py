@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.accelerator import get_accelerator
+from anyaccel.inference.device import recurrence
+from anyaccel.inference.spec.decoder import LinearAttention
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class Kernels(NamedTuple):
     product: Callable[..., torch.Tensor]
     dequantised: Callable[..., torch.Tensor]
     attend: Callable[..., torch.Tensor]
+    convolve: Callable[..., torch.Tensor]
+    attend_linearly: Callable[..., torch.Tensor]
+    scan: Callable[..., torch.Tensor]
     widest: int  # values of a row, of norms
     most_tokens: dict[torch.dtype, int]  # of a product
 
@@ -61,10 +66,12 @@ def load() -> Kernels:
     from anyaccel.inference.device.kernels.add_norm import WIDEST, add_norm, norm
     from anyaccel.inference.device.kernels.attend import attend
     from anyaccel.inference.device.kernels.gated import gated
+    from anyaccel.inference.device.kernels.mixers import attend_linearly, convolve, scan
     from anyaccel.inference.device.kernels.product import MOST_TOKENS, dequantised, product
     from anyaccel.inference.device.kernels.rotary import turn
 
-    return Kernels(gated, turn, add_norm, norm, product, dequantised, attend, WIDEST, MOST_TOKENS)
+    mixers = (convolve, attend_linearly, scan)
+    return Kernels(gated, turn, add_norm, norm, product, dequantised, attend, *mixers, WIDEST, MOST_TOKENS)
 
 
 def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
@@ -95,4 +102,43 @@ def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
     kernels.turn(on_device, 1, torch.stack([cosine, sine, -sine, cosine], -1).view(3, 7, 2, 2).to(device))
     turned = torch.complex(heads[..., 1::2], heads[..., 2::2]) * torch.complex(cosine, sine)[:, None]
     found["turn"] = on_device.cpu() - torch.cat([heads[..., :1], torch.view_as_real(turned).flatten(2)], -1)
+    found |= _of_states(kernels, device, generator)
     return {name: float(difference.abs().max()) for name, difference in found.items()}
+
+
+def _of_states(kernels: Kernels, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Two sequences with the states 2 and 1 of three: results and states."""
+    numbers = torch.tensor([2, 1]).to(device)
+    found = {}
+
+    def some(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.randn(shape, generator=generator)
+        return made, made.clone().to(device)
+
+    def differences(y: torch.Tensor, states: torch.Tensor, expected: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(y.cpu() - expected).flatten(), (states.cpu()[[2, 1]] - after).flatten()])
+
+    (windows, own), (x, own_x), (taps, own_taps) = some(3, 2, 20), some(2, 20), some(3, 20)
+    y, after = recurrence.convolved(windows[[2, 1]], x[:, None], taps, None, True)
+    made = kernels.convolve(own, numbers, own_x, own_taps, None, True)
+    found["convolve"] = differences(made, own, y[:, 0], after)
+
+    heads = LinearAttention(2, 1, 6, 5, 0.5, delta=True, strength="sigmoid")
+    (states, own), (qkv, own_qkv), (inputs, own_inputs) = some(3, 2, 6, 5), some(2, 22), some(2, 4)
+    (rates, own_rates), (biases, own_biases) = some(2), some(2)
+    q, k, v = torch.split(qkv[:, None], [6, 6, 10], -1)
+    decays = -rates.abs() * F.softplus(inputs[:, None, :2] + biases)
+    q, k = (each.view(2, 1, 1, 6).expand(-1, -1, 2, -1) for each in (q * 0.5, k))
+    strengths = inputs[:, None, 2:].sigmoid()
+    y, after = recurrence.attended(states[[2, 1]], q, k, v.view(2, 1, 2, 5), decays[..., None], strengths, True)
+    made = kernels.attend_linearly(
+        heads, own, numbers, own_qkv, own_inputs, own_inputs, -own_rates.abs(), own_biases, None
+    )
+    found["attend_linearly"] = differences(made, own, y[:, 0].flatten(1), after)
+
+    (states, own), (steps, own_steps), (x, own_x) = some(3, 7, 3), some(2, 4, 7), some(2, 4, 7)
+    (b, own_b), (c, own_c), (rates, own_rates) = some(2, 4, 3), some(2, 4, 3), some(7, 3)
+    y, after = recurrence.scanned(states[[2, 1]], steps.abs(), x, b, c, -rates.abs())
+    flat = (each.flatten(0, 1) for each in (own_steps.abs(), own_x, own_b, own_c))
+    found["scan"] = differences(kernels.scan(own, numbers, *flat, -own_rates.abs()), own, y.flatten(0, 1), after)
+    return found
