@@ -948,6 +948,9 @@ _RECURRENT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES |= _RECURRENT_CASES
 RECURRENT = frozenset(_RECURRENT_CASES)
+# A convolution; the delta rule, also with a decay for each channel; state spaces of heads and of channels; fixed
+# decays; gates; attention beside another mixer, and before it.
+MIXERS = ["lfm2", "qwen3_next", "kimi_linear", "mamba2", "jamba", "minimax", "recurrent_gemma", "falcon_h1", "zamba2"]
 
 _LLAMA4 = {
     **_LAYERS4,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import family_cases
 import native_models
 from anyaccel._llm import Request
 from anyaccel.errors import ModelError, UsageError
@@ -17,9 +18,7 @@ from device_models import on_device
 
 pytest.importorskip("transformers")
 
-# A convolution; the delta rule, also with a decay for each channel; state spaces of heads and of channels; fixed
-# decays; attention beside another mixer; gates.
-CASES = ["lfm2", "qwen3_next", "kimi_linear", "mamba2", "jamba", "minimax", "falcon_h1", "recurrent_gemma"]
+CASES = family_cases.MIXERS
 VOCAB = 131
 
 

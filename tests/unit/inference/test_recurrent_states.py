@@ -5,18 +5,19 @@ request alone, bit by bit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+import family_cases
 import native_models
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.spec.decoder import Recurrent
 
 _llm = pytest.importorskip("anyaccel._llm")
 
-# All mixers; attention beside them, and none.
-CASES = ["lfm2", "qwen3_next", "mamba2", "jamba", "kimi_linear", "minimax", "recurrent_gemma"]
+CASES = family_cases.MIXERS
 VOCAB = 131
 
 
@@ -44,6 +45,12 @@ def _assert_same(found: list[Any], wanted: list[Any]) -> None:
     for (tokens, logits), (want_tokens, want_logits) in zip(found, wanted, strict=True):
         assert tokens == want_tokens
         assert torch.equal(logits, want_logits)
+
+
+def test_every_mixer_has_a_case() -> None:
+    specs = [native_models.whole(case)[1] for case in CASES]
+    found = {type(layer.recurrent) for spec in specs for layer in spec.layers if layer.recurrent is not None}
+    assert found == set(get_args(Recurrent))
 
 
 @pytest.mark.parametrize("case", CASES)
