@@ -11,7 +11,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,14 @@ def build_parser() -> Parser:
         default=[],
         metavar="NAME[=MODEL]",
         help="a further name of a model, the first by default; may be given several times",
+    )
+    add(
+        "--lora-modules",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve the first model with this LoRA adapter too, as a further model of this name; may be given several "
+        "times",
     )
     add(
         "--memory",
@@ -273,6 +281,7 @@ class _Choice:
     path: Path
     names: list[str]
     aliases: list[str]
+    lora: str = ""
 
 
 def _choices(options: argparse.Namespace) -> list[_Choice]:
@@ -287,7 +296,14 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
     choices = []
     for each in given:
         path = model_path(each)
-        choices.append(_Choice(path, *names_of(path, each, options.served_model_name)))
+        choices.append(_Choice(path, *names_of(path, each, options.served_model_name), options.lora))
+    for module in options.lora_modules:
+        name, _, folder = module.partition("=")
+        if not (choices and name and folder and Path(folder).expanduser().is_dir()):
+            raise UsageError(
+                f"--lora-modules {module}: must be NAME=FOLDER of an adapter, beside a model that is given"
+            )
+        choices.append(_Choice(choices[0].path, [name], [], folder))
     for alias in options.alias:
         name, _, model = alias.partition("=")
         named = [each for each in choices if model in (*each.names, *each.aliases)] if model else choices
@@ -395,7 +411,7 @@ def _load(
         tokenizer = load_text_tokenizer(choice.path, screen.line)
         set_chat_template(options, tokenizer)
     with loading(), naming_options(options):
-        engine = _load_engine(options, choice.path, screen, tokenizer, cache_bytes, turns, check)
+        engine = _load_engine(options, choice, screen, tokenizer, cache_bytes, turns, check)
     try:
         for line in engine.facts.plan:
             screen.line(line)
@@ -409,7 +425,7 @@ def _load(
 
 def _load_engine(
     options: argparse.Namespace,
-    path: Path,
+    choice: _Choice,
     screen: Reporter,
     tokenizer: Any,
     cache_bytes: int,
@@ -432,7 +448,8 @@ def _load_engine(
         draft_tokens=options.draft.tokens,
         draft_model=bool(options.draft.model),
     )
-    return open_engine(path, model_of(options), screen, chosen, tokenizer, turns=turns, check=check)
+    model = replace(model_of(options), lora=choice.lora)
+    return open_engine(choice.path, model, screen, chosen, tokenizer, turns=turns, check=check)
 
 
 def _frontend(

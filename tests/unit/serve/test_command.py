@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fuzz_models
-from anyaccel.cli import main
+from anyaccel.cli import main, serve
 from anyaccel.cli._model_options import naming_options
 from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
@@ -58,6 +58,10 @@ from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
         ([__file__, "--alias", "test_command.py"], "two models are named"),
         ([__file__, "--alias", "x=y"], "--alias x=y: no model 'y' is given; there is test_command.py"),
         ([__file__, "--alias", ""], "must not be empty"),
+        ([__file__, "--lora-modules", "/tmp"], "--lora-modules /tmp: must be NAME=FOLDER"),
+        ([__file__, "--lora-modules", "a=/nonexistent"], "must be NAME=FOLDER of an adapter"),
+        ([__file__, "--lora-modules", "a=/tmp", "--lora-modules", "a=/tmp"], "two models are named 'a'"),
+        (["--models-dir", "/tmp", "--lora-modules", "a=/tmp"], "beside a model that is given"),
         ([__file__, __file__, "--served-model-name", "x"], "--alias NAME=MODEL gives one of them a name"),
         (["--models-dir", "/tmp", "--chat-template", __file__], "--chat-template: is for one model"),
         (["--models-dir", "/nonexistent"], "--models-dir /nonexistent: no such folder"),
@@ -285,3 +289,20 @@ def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("ANYACCEL_API_KEY", "sesame")
     assert _settings(build_parser().parse_args(["--api-key", "other"])).keys == ("other", "sesame")
+
+
+def test_each_adapter_makes_the_first_model_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Path, str]] = []
+    monkeypatch.setattr(
+        "anyaccel.serve.engine.opening.open_engine", lambda path, options, *_, **__: opened.append((path, options.lora))
+    )
+    folders = [tmp_path / name for name in ("dates", "tone")]
+    for folder in folders:
+        folder.mkdir()
+    modules = [each for folder in folders for each in ("--lora-modules", f"{folder.name}={folder}")]
+    options = build_parser().parse_args([__file__, "--served-model-name", "base", *modules])
+    choices = serve._choices(options)
+    assert [each.names for each in choices] == [["base"], ["dates"], ["tone"]]
+    for each in choices:
+        serve._load_engine(options, each, serve._Log(), None, 0, None, None)
+    assert opened == [(Path(__file__), lora) for lora in ("", *map(str, folders))]
