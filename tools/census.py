@@ -105,6 +105,29 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# About 100 million parameters, for benchmarks/own_code.py.
+MEDIUM: dict[str, Any] = {
+    **_SMALL,
+    **dict.fromkeys(_WIDTH, 768),
+    **dict.fromkeys(_FEATURES, 2048),
+    **dict.fromkeys(_DEPTH, 12),
+    **dict.fromkeys(_HEADS, 12),
+    **dict.fromkeys(_EXPERTS, 8),
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "kv_channels": 64,
+    "dim_head": 64,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 32000),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "context_length"), 2048),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 512),
+    "kv_lora_rank": 256,
+    "q_lora_rank": 384,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 64,
+}
 # Of models that classify texts or encode them, what no other has. None: not given, as some take no such size.
 _OWN: dict[str, dict[str, Any]] = {
     "esmc": {"head_dim": None, "num_key_value_heads": 4},
@@ -119,7 +142,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "xlnet": {"max_position_embeddings": None, "d_inner": 64},
     "xmod": {"default_language": "en_XX"},
 }
-_MOST_PARAMETERS = 10_000_000
+_MOST_PARAMETERS = 10_000_000  # of small sizes; of medium ones 50 times as many
 _TOKENS = 12
 _STEPS = 3
 
@@ -137,46 +160,53 @@ class Found:
     why: str = ""
 
 
-def _small(values: dict[str, Any]) -> dict[str, Any]:
+def _small(values: dict[str, Any], sizes: Mapping[str, Any] = _SMALL) -> dict[str, Any]:
     """Small sizes for those that a configuration has, and for the configurations in it."""
-    small = {name: value for name, value in _SMALL.items() if name in values}
+    small = {name: value for name, value in sizes.items() if name in values}
     if "kv_lora_rank" in values:  # heads of latent attention have sizes of their own
         small.pop("head_dim", None)
-        small |= {name: 4 for name in ("num_key_value_heads",) if name in values}
+        small |= {name: sizes["num_attention_heads"] for name in ("num_key_value_heads",) if name in values}
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[name] = {"model_type": value["model_type"], **_small(value)}
+            small[name] = {"model_type": value["model_type"], **_small(value, sizes)}
     return small
 
 
-def _shrunk(kind: type, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def _shrunk(kind: type, own: Mapping[str, Any] = MappingProxyType({}), sizes: Mapping[str, Any] = _SMALL) -> Any:
     """A configuration with small sizes where it has names for them."""
     config: Any = kind()
     aliases = {name: None for name in _SMALL if name not in config.to_dict() and hasattr(config, name)}
     return kind(
-        **{name: value for name, value in (_small(config.to_dict() | aliases) | own).items() if value is not None}
+        **{
+            name: value
+            for name, value in (_small(config.to_dict() | aliases, sizes) | own).items()
+            if value is not None
+        }
     )
 
 
-def build(model_type: str) -> Any:
-    """A tiny model: as the parity tests have it, or one of the architecture's own configuration."""
+def build(model_type: str, sizes: Mapping[str, Any] = _SMALL) -> Any:
+    """A tiny model: as the parity tests have it, or one of the architecture's own configuration; or one of `sizes`."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = family_cases.CASES | family_cases.OTHERS
-    for case, (name, _) in known.items():
+    for case, (name, values) in known.items():
         kind = getattr(transformers, name)
         if kind.model_type == model_type:
-            return family_cases.build(case)
-    config = _shrunk(CONFIG_MAPPING[model_type])
+            if sizes is _SMALL:
+                return family_cases.build(case)
+            larger = kind(**copy.deepcopy(values) | _small(values, sizes))
+            return _from_config(transformers.AutoModelForCausalLM, larger, 50 * _MOST_PARAMETERS)
+    config = _shrunk(CONFIG_MAPPING[model_type], sizes=sizes)
     config.is_decoder = True
-    return _from_config(transformers.AutoModelForCausalLM, config)
+    return _from_config(transformers.AutoModelForCausalLM, config, _MOST_PARAMETERS * (1 if sizes is _SMALL else 50))
 
 
-def _from_config(kind: Any, config: Any) -> Any:
+def _from_config(kind: Any, config: Any, most: int = _MOST_PARAMETERS) -> Any:
     with torch.device("meta"):
         parameters = sum(each.numel() for each in kind.from_config(copy.deepcopy(config)).parameters())
-    if parameters > _MOST_PARAMETERS:
+    if parameters > most:
         raise ValueError(f"{parameters / 1e6:.0f} million parameters where its sizes are named as usual")
     torch.manual_seed(0)
     return kind.from_config(copy.deepcopy(config)).float().eval()
