@@ -22,6 +22,7 @@ constexpr int kAdded = kShift8 ? 128 : 0;
 struct QuantisedUnit {
   float scale;
   int32_t sum;  // of q
+  float scaled_sum() const { return scale * static_cast<float>(sum); }
 };
 // The unit of activations at `from`, of which `left` columns exist, as 8 bits; zeros for the rest of it.
 inline QuantisedUnit quantise_unit(const float* from, int64_t left, int8_t* q) {

@@ -10,6 +10,8 @@
 // A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then of each part [token] sum: an
 // integer, or for weights with minima a float times the scale. Unpacked weights: for each unit 8 lines [16 rows][4
 // columns], then of each part what write_scales() has.
+#include <numeric>
+
 #include "llm/kernels/expand.h"
 #include "llm/kernels/gemm_integer.h"
 #include "simd/pick.h"
@@ -59,13 +61,10 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
       uint8_t* values = out + kTokens * kUnit + t * 4;
       std::memcpy(values, &unit.scale, 4);
       for (int part = 0; part < kParts; ++part) {
-        int32_t sum = unit.sum;
-        if constexpr (kParts == 2) {
-          sum = 0;
-          for (int i = 0; i < kUnit / 2; ++i) sum += q[part * kUnit / 2 + i];
-        }
-        const float scaled = unit.scale * static_cast<float>(sum);
-        std::memcpy(values + kTokens * 4 * (part + 1), kMinimum ? static_cast<const void*>(&scaled) : &sum, 4);
+        QuantisedUnit own = unit;
+        if constexpr (kParts == 2) own.sum = std::accumulate(q + part * kUnit / 2, q + (part + 1) * kUnit / 2, 0);
+        const float scaled = own.scaled_sum();
+        std::memcpy(values + kTokens * 4 * (part + 1), kMinimum ? static_cast<const void*>(&scaled) : &own.sum, 4);
       }
     }
   }

@@ -34,7 +34,7 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
         QuantisedUnit unit{0, 0};
         if (row[t] != nullptr) unit = quantise_unit(row[t] + u * kUnit, cols - u * kUnit, q[t]);
         params[t] = unit.scale;
-        params[kAtOnce + t] = unit.scale * static_cast<float>(unit.sum);
+        params[kAtOnce + t] = unit.scaled_sum();
       }
       for (int half = 0; half < 2; ++half) {
         int32x4x4_t columns;

@@ -31,7 +31,7 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
           row != nullptr ? quantise_unit(row + u * kUnit, cols - u * kUnit, q) : QuantisedUnit{0, 0};
       for (int s = 0; s < kSteps; ++s) std::memcpy(out + s * 16 + t % 2 * 8, q + s * 8, 8);
       vst1_f32(reinterpret_cast<float*>(out + kSteps * 16 + t % 2 * 8), vdup_n_f32(unit.scale));
-      vst1_f32(reinterpret_cast<float*>(out + kSteps * 16 + 16 + t % 2 * 8), vdup_n_f32(unit.sum));
+      vst1_f32(reinterpret_cast<float*>(out + kSteps * 16 + 16 + t % 2 * 8), vdup_n_f32(unit.scaled_sum()));
     }
   }
 }
