@@ -46,6 +46,9 @@ class Shape:
         dense: the first layers with a dense MLP of `feed_forward`, the others having experts of `expert`.
         sinks: attention sinks, biases and a window of 128 in every second layer (gpt-oss).
         normed: RMS norms of each head's queries and keys (Qwen3).
+        interval: every so many-th layer has attention, the others a recurrent mixer.
+        state: its heads of values and values of one, and its heads of keys and values of one; none: it is a short
+            convolution (LFM2).
     """
 
     architecture: str
@@ -65,6 +68,11 @@ class Shape:
     dense: int = 0
     sinks: bool = False
     normed: bool = False
+    interval: int = 1
+    state: tuple[int, ...] = ()
+
+    def has_attention(self, layer: int) -> bool:
+        return layer % self.interval == self.interval - 1
 
 
 SHAPES = {
@@ -78,7 +86,14 @@ SHAPES = {
     "glm-4.7-flash": Shape(
         "deepseek2", 4, 2048, 10240, 20, 20, 256, 32000, 64, 4, 1536, 1, latent=(512, 64, 192), q_rank=768, dense=1
     ),
+    "qwen3.5-4b": Shape("qwen35", 12, 2560, 9216, 16, 4, 256, 32000, normed=True, interval=4, state=(32, 128, 16, 128)),
+    "lfm2-1.2b": Shape("lfm2", 15, 2048, 8192, 32, 8, 64, 32000, normed=True, interval=3),
+    "granite-4-h-micro": Shape("granitehybrid", 20, 2048, 8192, 32, 8, 64, 32000, interval=10, state=(64, 64, 1, 128)),
 }
+
+
+# What converters leave in floats: routers, biases, and what is small of recurrent mixers.
+_SMALL = re.compile(r"_inp\.weight|\.bias|\.ssm_(a|d|conv1d|norm)\b|\.shortconv\.conv")
 
 
 def write_bf16(shape: Shape, path: Path) -> None:
@@ -89,16 +104,17 @@ def write_bf16(shape: Shape, path: Path) -> None:
     part = path.with_suffix(".part")
     writer = gguf.GGUFWriter(part, shape.architecture)
     for name, value in _metadata(shape).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{shape.architecture}.{name}", value)
+        add = {float: writer.add_float32, list: writer.add_array}.get(type(value), writer.add_uint32)
+        add(f"{shape.architecture}.{name}", value)
     writer.add_name("random")
     writer.add_string("tokenizer.ggml.model", "none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     drawn = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32) * 0.02
     halves = (drawn.view(np.uint32) >> 16).astype(np.uint16)
     for name, size in tensors(shape):
-        if len(size) == 1 or name.endswith("_inp.weight") or ".bias" in name:
+        if len(size) == 1 or _SMALL.search(name):
             values = np.ones(size, np.float32) if "norm" in name else np.resize(drawn, size)
-            writer.add_tensor(name, values)
+            writer.add_tensor(name, -np.ones(size, np.float32) if name.endswith("ssm_a") else values)
         else:
             writer.add_tensor(name, np.resize(halves, size).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
@@ -108,8 +124,8 @@ def write_bf16(shape: Shape, path: Path) -> None:
     part.rename(path)
 
 
-def _metadata(shape: Shape) -> dict[str, int | float]:
-    found: dict[str, int | float] = {
+def _metadata(shape: Shape) -> dict[str, int | float | list[int]]:
+    found: dict[str, int | float | list[int]] = {
         "context_length": 32768,
         "embedding_length": shape.hidden,
         "block_count": shape.layers,
@@ -146,6 +162,24 @@ def _metadata(shape: Shape) -> dict[str, int | float]:
             "expert_shared_count": shape.shared,
             "expert_weights_scale": 1.0,
         }
+    if shape.architecture == "qwen35":
+        found |= {"full_attention_interval": shape.interval, "rope.dimension_count": shape.head // 4}
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
+    elif shape.interval > 1:
+        kv_heads = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
+        found |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": 3}
+    if shape.state:
+        heads, values, key_heads, keys = shape.state
+        found |= {
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": keys,
+            "ssm.group_count": key_heads,
+            "ssm.inner_size": heads * values,
+            "ssm.time_step_rank": heads,
+        }
+    if shape.architecture == "granitehybrid":
+        found |= {"expert_shared_feed_forward_length": shape.feed_forward, "attention.scale": shape.head**-0.5}
+        found |= {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
     return found
 
 
@@ -153,15 +187,15 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each tensor's name and size, the rows first."""
     yield "token_embd.weight", (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
-        for name, size in (*_attention(shape), *_mlp(shape, layer)):
+        mixer = _attention(shape) if shape.has_attention(layer) else _recurrent(shape)
+        for name, size in (("attn_norm.weight", (shape.hidden,)), *mixer, *_mlp(shape, layer)):
             yield f"blk.{layer}.{name}", size
-    yield "output_norm.weight", (shape.hidden,)
+    yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", (shape.hidden,)
     yield "output.weight", (shape.vocab, shape.hidden)
 
 
 def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
-    yield "attn_norm.weight", (shape.hidden,)
     if any(shape.latent):
         rank, rotary, plain = shape.latent
         yield "attn_q_a.weight", (shape.q_rank, shape.hidden)
@@ -172,7 +206,8 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_k_b.weight", (shape.heads, rank, plain)
         yield "attn_v_b.weight", (shape.heads, shape.head, rank)
     else:
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        gates = queries if shape.architecture == "qwen35" else 0
+        for name, rows in (("q", queries + gates), ("k", keys), ("v", keys)):
             yield f"attn_{name}.weight", (rows, shape.hidden)
             if shape.sinks:
                 yield f"attn_{name}.bias", (rows,)
@@ -185,8 +220,36 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_k_norm.weight", (shape.head,)
 
 
+def _recurrent(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if not shape.state:
+        yield "shortconv.in_proj.weight", (3 * shape.hidden, shape.hidden)
+        yield "shortconv.conv.weight", (shape.hidden, 3)
+        yield "shortconv.out_proj.weight", (shape.hidden, shape.hidden)
+        return
+    heads, values, key_heads, keys = shape.state
+    inner = heads * values
+    convolved = inner + 2 * key_heads * keys
+    yield "ssm_conv1d.weight", (convolved, 4)
+    yield "ssm_dt.bias", (heads,)
+    if shape.architecture == "qwen35":
+        yield "attn_qkv.weight", (convolved, shape.hidden)
+        yield "attn_gate.weight", (inner, shape.hidden)
+        yield "ssm_a", (heads,)
+        for name in ("alpha", "beta"):
+            yield f"ssm_{name}.weight", (heads, shape.hidden)
+        yield "ssm_norm.weight", (values,)
+    else:
+        yield "ssm_in.weight", (inner + convolved + heads, shape.hidden)
+        yield "ssm_conv1d.bias", (convolved,)
+        for name in ("a", "d"):
+            yield f"ssm_{name}", (heads, 1)
+        yield "ssm_norm.weight", (key_heads, inner // key_heads)
+    yield "ssm_out.weight", (shape.hidden, inner)
+
+
 def _mlp(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "post_attention_norm.weight" if shape.sinks else "ffn_norm.weight", (shape.hidden,)
+    later = shape.sinks or shape.architecture == "qwen35"
+    yield "post_attention_norm.weight" if later else "ffn_norm.weight", (shape.hidden,)
     parts = ("gate", (1, 0)), ("up", (1, 0)), ("down", (0, 1))
     if not shape.experts or layer < shape.dense:
         for name, order in parts:
@@ -277,8 +340,9 @@ class Peer:
     def _run(self, program: str, file: Path, points: Points, *words: str) -> str:
         command = [self.folder.resolve() / program, "-m", file.resolve(), "-t", str(points.threads)]
         command += [*self.options, *words]
-        # ik_llama.cpp writes a log to where it is started.
-        done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=_TIMEOUT)
+        # ik_llama.cpp writes a log to where it is started. Where others use the machine, OpenMP's threads stay apart.
+        bound = os.environ | {"OMP_PROC_BIND": "true"}
+        done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=_TIMEOUT, env=bound)
         if done.returncode:
             raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
         return done.stdout + done.stderr  # ik_llama.cpp's llama-batched-bench prints its table among errors
