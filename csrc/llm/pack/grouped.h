@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "llm/pack/matrix.h"
 
@@ -60,5 +61,19 @@ struct BlockLayout {
   size_t section_at(int64_t column) const { return static_cast<size_t>(column >> section_shift) * section_bytes; }
 };
 BlockLayout layout_of(const Shape& shape);
+
+// Column k of row r: of i8, from the start of a unit (without groups: of the values).
+inline size_t i8_at(int64_t k, int r) { return static_cast<size_t>((k / 4 * kBlockRows + r) * 4 + k % 4); }
+// The half scale and half minimum of a group's row r.
+inline uint8_t* scale_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
+  return block + layout.scales_at(group * layout.group) + static_cast<size_t>(r) * 2;
+}
+inline uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
+  return scale_at(layout, block, group, r) + kBlockRows * 2;
+}
+template <class T>
+inline void put(uint8_t* to, T value) {
+  std::memcpy(to, &value, sizeof value);
+}
 
 }  // namespace anyaccel::llm

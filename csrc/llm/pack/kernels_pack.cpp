@@ -2,9 +2,13 @@
 // Loops over 16 rows, or over the values of one, in the innermost place. No fused multiply-adds (-ffp-contract=off) but
 // of small whole numbers, which are exact: all variants give the same bits.
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 
+#include "llm/pack/bit_planes.h"
 #include "llm/pack/pack.h"
 #include "llm/pack/pack_source.h"
+#include "llm/pack/superblocks.h"
 #include "simd/convert.h"
 #include "simd/pick.h"
 #include "simd/simd.h"
@@ -239,7 +243,77 @@ void as_i8(SourceType type, const uint8_t* x, float inverse, int8_t* to) {
               [&](int i, float value) { to[i] = static_cast<int8_t>(whole(value * inverse, -127.0f, 127.0f)); });
 }
 
-constexpr PackKernels kKernels{quantise4, largest, as_bf16, as_i8};
+// --- ggml's blocks, whose type is a constant, so that reading them and writing planes are loops over vectors
+
+using Rows = const uint8_t* const (&)[kBlockRows];
+
+template <SourceType kType>
+void keep_superblocks(const BlockLayout& layout, Rows rows, int64_t, uint8_t* block) {
+  constexpr SuperblockType kSource = *superblock_type(kType);
+  Superblock from;
+  for (int64_t k0 = 0; k0 < layout.padded_cols; k0 += kSuperblock)
+    for (int r = 0; r < kRows; ++r) {
+      if (rows[r] == nullptr) continue;
+      kSource.read(rows[r] + k0 / kSuperblock * kSource.bytes, from);
+      uint8_t* factors = block + layout.factors_at(k0) + static_cast<size_t>(r) * 2;
+      put(factors, from.factor);
+      // It is subtracted there.
+      if (kSource.minimum) put(factors + kRows * 2, static_cast<uint16_t>(from.minimum_factor ^ 0x8000u));
+      uint8_t* scales = block + layout.scales_at(k0) + r;
+      for (int g = 0; g < kSuperblock / kSource.group; ++g, scales += layout.scale_stride) {
+        scales[0] = static_cast<uint8_t>(from.scales[g]);
+        if (kSource.minimum) scales[kRows] = static_cast<uint8_t>(from.minima[g]);
+      }
+      for (int k = 0; k < kSuperblock; k += kUnitColumns)
+        put_row(row_of(kSource.format), block + layout.unit_at(k0 + k), r, from.q + k);
+    }
+}
+
+template <SourceType kType>
+void keep_blocks(const BlockLayout& layout, Rows rows, int64_t cols, uint8_t* block) {
+  constexpr bool kNibbles = kType == SourceType::q4_0 || kType == SourceType::q4_1;
+  const FormatRow& format = row_of(layout.format);
+  const bool bytes = layout.format == Format::i8;
+  // Bytes have the sign that q4_0 has not; a format of more bits without a minimum takes more from its values.
+  int plus = 0;
+  if (bytes && kType == SourceType::q4_0) plus = -8;
+  if (!bytes && !layout.minimum && kNibbles) plus = (1 << (format.bits - 1)) - 8;
+  for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
+    uint8_t* unit = block + layout.unit_at(k0);
+    for (int r = 0; r < kRows; ++r) {
+      if (rows[r] == nullptr) continue;
+      QuantisedBlock from = read_block(kType, rows[r] + k0 / kSourceGroup * block_bytes_of(kType));
+      if (!bytes && kType == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
+      for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
+        if (layout.scales == ScaleKind::powers)
+          block[layout.scales_at(k) + static_cast<size_t>(r)] = static_cast<uint8_t>(from.scale);
+        else
+          put(scale_at(layout, block, k / layout.group, r), from.scale);
+        if (layout.minimum) put(minimum_at(layout, block, k / layout.group, r), from.minimum);
+      }
+      for (int i = 0; i < kSourceGroup; ++i) from.q[i] = static_cast<uint8_t>(from.q[i] + plus);
+      if (!bytes)
+        put_row(format, unit, r, from.q);
+      else
+        for (int i = 0; i < kSourceGroup; i += 4) std::memcpy(unit + i8_at(i, r), from.q + i, 4);
+    }
+  }
+}
+
+void keep(const BlockLayout& layout, SourceType type, Rows rows, int64_t cols, uint8_t* block) {
+  using enum SourceType;
+  constexpr int kFirst = static_cast<int>(q8_0);
+  // In the order of SourceType.
+  constexpr void (*kKeep[])(const BlockLayout&, Rows, int64_t, uint8_t*) = {
+      keep_blocks<q8_0>,       keep_blocks<q4_0>,      keep_blocks<q4_1>,      keep_blocks<q5_0>,
+      keep_blocks<q5_1>,       keep_blocks<iq4_nl>,    keep_blocks<mxfp4>,     keep_superblocks<q2_k>,
+      keep_superblocks<q3_k>,  keep_superblocks<q4_k>, keep_superblocks<q5_k>, keep_superblocks<q6_k>,
+      keep_superblocks<iq4_xs>};
+  static_assert(std::size(kKeep) == static_cast<int>(iq4_xs) - kFirst + 1);
+  kKeep[static_cast<int>(type) - kFirst](layout, rows, cols, block);
+}
+
+constexpr PackKernels kKernels{quantise4, largest, as_bf16, as_i8, keep};
 
 }  // namespace
 }  // namespace anyaccel::llm

@@ -23,15 +23,7 @@ namespace {
 
 using namespace simd;
 
-template <class T>
-void put(uint8_t* to, T value) {
-  std::memcpy(to, &value, sizeof value);
-}
-
-constexpr uint16_t kNegative = 0x8000;  // the sign of a half
-
 // Where things are in a block of floats, or in a unit (without groups: the whole block) of quantised values.
-size_t i8_at(int64_t k, int r) { return static_cast<size_t>((k / 4 * kLanes + r) * 4 + k % 4); }
 size_t i4_at(int64_t k, int r) { return static_cast<size_t>((k / 8 * kLanes + r) * 4 + k % 4); }
 bool i4_high(int64_t k) { return k % 8 >= 4; }
 size_t pair_at(int64_t k, int r) { return static_cast<size_t>((k / 2 * kLanes + r) * 2 + k % 2) * 2; }
@@ -39,12 +31,6 @@ size_t pair_at(int64_t k, int r) { return static_cast<size_t>((k / 2 * kLanes + 
 void put_i4(uint8_t* values, int64_t k, int r, int q) {
   uint8_t& byte = values[i4_at(k, r)];
   byte = static_cast<uint8_t>(i4_high(k) ? (byte & 0x0f) | q << 4 : (byte & 0xf0) | q);
-}
-uint8_t* scale_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
-  return block + layout.scales_at(group * layout.group) + static_cast<size_t>(r) * 2;
-}
-uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
-  return scale_at(layout, block, group, r) + kLanes * 2;
 }
 
 // Calls fn(k0, count, valid, panel) for the columns from `first` on, `step` at a time. `valid` of the `count` columns
@@ -248,59 +234,6 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
              });
 }
 
-// A source in a format that holds its values, kept bit by bit.
-void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lanes, int64_t cols, uint8_t* block) {
-  const FormatRow& format = row_of(layout.format);
-  const bool bytes = layout.format == Format::i8;
-  // Bytes have the sign that q4_0 has not; a format of more bits without a minimum takes more from its values.
-  int plus = 0;
-  if (bytes && type == SourceType::q4_0) plus = -8;
-  const bool nibbles = type == SourceType::q4_0 || type == SourceType::q4_1;
-  if (!bytes && !layout.minimum && nibbles) plus = (1 << (format.bits - 1)) - 8;
-  const int64_t block_bytes = block_bytes_of(type);
-  for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
-    uint8_t* unit = block + layout.unit_at(k0);
-    for (int r = 0; r < kLanes; ++r) {
-      if (lanes.row[r] == nullptr) continue;
-      QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes);
-      if (!bytes && type == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
-      for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
-        if (layout.scales == ScaleKind::powers)
-          block[layout.scales_at(k) + static_cast<size_t>(r)] = static_cast<uint8_t>(from.scale);
-        else
-          put(scale_at(layout, block, k / layout.group, r), from.scale);
-        if (layout.minimum) put(minimum_at(layout, block, k / layout.group, r), from.minimum);
-      }
-      for (int i = 0; i < kSourceGroup; ++i) from.q[i] = static_cast<uint8_t>(from.q[i] + plus);
-      if (!bytes)
-        put_row(format, unit, r, from.q);
-      else
-        for (int i = 0; i < kSourceGroup; i += 4) std::memcpy(unit + i8_at(i, r), from.q + i, 4);
-    }
-  }
-}
-
-// Superblocks into the format that has their bits, groups and minima, kept bit by bit.
-void keep_superblocks(const BlockLayout& layout, const SuperblockType& type, const Lanes& lanes, uint8_t* block) {
-  const FormatRow& format = row_of(layout.format);
-  Superblock from;
-  for (int64_t k0 = 0; k0 < layout.padded_cols; k0 += kSuperblock)
-    for (int r = 0; r < kLanes; ++r) {
-      if (lanes.row[r] == nullptr) continue;
-      type.read(lanes.row[r] + k0 / kSuperblock * type.bytes, from);
-      uint8_t* factors = block + layout.factors_at(k0) + static_cast<size_t>(r) * 2;
-      put(factors, from.factor);
-      if (layout.minimum) put(factors + kLanes * 2, static_cast<uint16_t>(from.minimum_factor ^ kNegative));
-      uint8_t* scales = block + layout.scales_at(k0) + r;
-      for (int g = 0; g < kSuperblock / layout.group; ++g, scales += layout.scale_stride) {
-        scales[0] = static_cast<uint8_t>(from.scales[g]);
-        if (layout.minimum) scales[kLanes] = static_cast<uint8_t>(from.minima[g]);
-      }
-      for (int k = 0; k < kSuperblock; k += kUnitColumns)
-        put_row(format, block + layout.unit_at(k0 + k), r, from.q + k);
-    }
-}
-
 [[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
 
 bool holds(const BlockLayout& layout, SourceType type) {
@@ -322,8 +255,8 @@ bool holds(const BlockLayout& layout, SourceType type) {
 }
 
 void pack_block(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
-  if (const SuperblockType* type = superblock_type(source.type)) return keep_superblocks(layout, *type, lanes, block);
-  if (holds(layout, source.type)) return keep_quantised(layout, source.type, lanes, cols, block);
+  if (superblock_type(source.type) != nullptr || holds(layout, source.type))
+    return selected().keep(layout, source.type, lanes.row, cols, block);
   switch (layout.format) {
     case Format::f32:
       return pack_floats(layout, source, lanes, cols, [&](int64_t k, int r, float value) {

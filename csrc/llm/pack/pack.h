@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "llm/pack/grouped.h"
 #include "llm/pack/matrix.h"
 
 namespace anyaccel::llm {
@@ -22,6 +23,10 @@ struct PackKernels {
   // 32 of them as bfloat16; and 64 as the nearest integers to x * inverse, limited to -127 .. 127.
   void (*as_bf16)(SourceType type, const uint8_t* x, uint16_t* to);
   void (*as_i8)(SourceType type, const uint8_t* x, float inverse, int8_t* to);
+  // ggml's blocks and superblocks of up to 16 rows into a block of a format that holds their values, kept bit by bit:
+  // superblocks have one, and Matrix::set_rows() says which others there are. Rows that are null keep what is there.
+  void (*keep)(const BlockLayout& layout, SourceType type, const uint8_t* const (&rows)[kBlockRows], int64_t cols,
+               uint8_t* block);
 };
 
 }  // namespace anyaccel::llm

@@ -27,12 +27,6 @@ struct SuperblockType {
   void (*read)(const uint8_t* from, Superblock& to);
 };
 
-// Low and high nibbles of `count` bytes: two runs of values.
-inline void read_nibbles(const uint8_t* from, int count, uint8_t* q) {
-  for (int i = 0; i < count; ++i) q[i] = from[i] & 15;
-  for (int i = 0; i < count; ++i) q[count + i] = from[i] >> 4;
-}
-
 // Eight scales and eight minima of 6 bits: the first four of each are the low bits of bytes 0 to 7, the others have
 // their low four bits in bytes 8 to 11 and the high two above the first ones.
 inline void read_scales_of_6_bits(const uint8_t* packed, Superblock& to) {
