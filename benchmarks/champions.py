@@ -20,6 +20,8 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -307,6 +309,35 @@ Rates = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
+class Done:
+    """What a program printed, how long it took, and the most memory that it had, mapped pages of the model too."""
+
+    out: str
+    errors: str
+    seconds: float
+    peak_mb: float
+
+
+def run(command: Sequence[Any], **settings: Any) -> Done:
+    """Raises RuntimeError when the program fails, or takes longer than _TIMEOUT."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, **settings)
+        timer = threading.Timer(_TIMEOUT, process.kill)
+        timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - begin
+        out.seek(0)
+        errors.seek(0)
+        done = Done(out.read(), errors.read(), seconds, usage.ru_maxrss / 1024)
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {done.errors.strip()[-300:]}")
+    return done
+
+
+@dataclass(frozen=True)
 class Peer:
     """llama.cpp, or a fork whose programs have the same names: where they are, and the options that make it fastest."""
 
@@ -337,18 +368,13 @@ class Peer:
             found |= self._batched(file, points, many)
         return found
 
-    def _run(self, program: str, file: Path, points: Points, *words: str) -> str:
+    def _run(self, program: str, file: Path, points: Points, *words: str) -> Done:
         command = [self.folder.resolve() / program, "-m", file.resolve(), "-t", str(points.threads)]
-        command += [*self.options, *words]
-        # ik_llama.cpp writes a log to where it is started. Where others use the machine, OpenMP's threads stay apart.
-        bound = os.environ | {"OMP_PROC_BIND": "true"}
-        done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=_TIMEOUT, env=bound)
-        if done.returncode:
-            raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-        return done.stdout + done.stderr  # ik_llama.cpp's llama-batched-bench prints its table among errors
+        # ik_llama.cpp writes a log to where it is started.
+        return run([*command, *self.options, *words], cwd=file.parent)
 
     def _bench(self, file: Path, points: Points, *words: str) -> list[dict[str, Any]]:
-        out = self._run("llama-bench", file, points, "-r", "2", "-o", "json", *self.bench_options, *words)
+        out = self._run("llama-bench", file, points, "-r", "2", "-o", "json", *self.bench_options, *words).out
         found, _ = json.JSONDecoder().raw_decode(out, out.index("[\n"))
         return list(found)
 
@@ -356,36 +382,29 @@ class Peer:
         prompt = 16
         words = ["-c", str(max(counts) * (prompt + points.new) + 256), "-npp", str(prompt), "-ntg", str(points.new)]
         words += ["-npl", ",".join(map(str, counts)), *self.batched_options]
-        out = self._run("llama-batched-bench", file, points, *words)
+        done = self._run("llama-batched-bench", file, points, *words)
+        out = done.out + done.errors  # ik_llama.cpp prints its table among errors
         rows = re.findall(r"^\|\s*\d+ \|\s*\d+ \|\s*(\d+) \|(?:[^|]*\|){4}\s*([\d.]+) \|", out, re.MULTILINE)
         return {f"decode {count}": [float(rate)] for count, rate in rows}
 
-    def load_seconds(self, file: Path, points: Points) -> float:
-        begin = time.perf_counter()
-        self._run("llama-bench", file, points, "-r", "1", "-p", "1", "-n", "0", *self.cold_options)
-        return time.perf_counter() - begin
+    def load(self, file: Path, points: Points) -> Done:
+        return self._run("llama-bench", file, points, "-r", "1", "-p", "1", "-n", "0", *self.cold_options)
 
 
 class Ours:
     name = "anyaccel"
 
     def rates(self, file: Path, points: Points) -> Rates:
-        return dict(json.loads(self._worker(file, points, "rates")))
+        return dict(json.loads(self._worker(file, points, "rates").out))
 
-    def load_seconds(self, file: Path, points: Points) -> float:
-        begin = time.perf_counter()
-        self._worker(file, points, "load")
-        return time.perf_counter() - begin
+    def load(self, file: Path, points: Points) -> Done:
+        return self._worker(file, points, "load")
 
-    def _worker(self, file: Path, points: Points, what: str) -> str:
+    def _worker(self, file: Path, points: Points, what: str) -> Done:
         settings = json.dumps({"what": what, "file": str(file), **vars(points)})
-        command = [sys.executable, __file__, "--worker", settings]
         # Packed weights that are written to the cache take a part of the cores from the first seconds of decoding.
         environment = os.environ | {"ANYACCEL_PACKED_CACHE_BYTES": "0"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"anyaccel ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-        return done.stdout
+        return run([sys.executable, __file__, "--worker", settings], env=environment)
 
 
 def work(settings: Mapping[str, Any]) -> None:
@@ -456,10 +475,12 @@ def measure(engines: Sequence[Any], file: Path, points: Points, rounds: int, loa
             try:
                 figures = engine.rates(file, points)
                 if load:
-                    figures["load, warm: s"] = [engine.load_seconds(file, points)]
+                    warm = engine.load(file, points)
                     drop_from_cache(file)
-                    figures["load, cold: s"] = [engine.load_seconds(file, points)]
-            except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
+                    figures["load, warm: s"] = [warm.seconds]
+                    figures["load, cold: s"] = [engine.load(file, points).seconds]
+                    figures["peak memory: MB"] = [warm.peak_mb]
+            except (RuntimeError, ValueError) as error:
                 failed.add(engine.name)
                 note(f"left out: {engine.name}: {error}")
                 continue
@@ -480,7 +501,7 @@ def rows(found: Mapping[str, Rates], engines: Sequence[str]) -> list[list[str]]:
         theirs = [statistics.median(found[name][point]) for name in engines[1:] if point in found.get(name, {})]
         mine = statistics.median(ours[point])
         if theirs:
-            cells.append(f"{min(theirs) / mine:.2f}" if point.endswith(": s") else f"{mine / max(theirs):.2f}")
+            cells.append(f"{min(theirs) / mine:.2f}" if ": " in point else f"{mine / max(theirs):.2f}")
         else:
             cells.append("-")
         result.append(cells)
@@ -528,7 +549,11 @@ def main() -> int:
     add("--new", type=int, default=32)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--rounds", type=int, default=2)
-    add("--load", action="store_true", help="also the time of loading the model and one token, warm and cold")
+    add(
+        "--load",
+        action="store_true",
+        help="also the time of loading the model and one token, warm and cold, and the most memory",
+    )
     add("--peer", action="append", default=[], metavar="NAME=FOLDER", help="of its programs; NAME ik…: ik_llama.cpp")
     add("--quantize", type=Path, metavar="PROGRAM", help="llama-quantize; default: the first peer's")
     add("--folder", type=Path, default=_FOLDER, help="for the models")
