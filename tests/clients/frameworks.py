@@ -107,12 +107,18 @@ def openai_agents(url: str) -> None:
 
 def llama_index(url: str) -> None:
     from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
 
-    client = OpenAILike(model="fake", api_base=f"{url}/v1", api_key=KEY, is_chat_model=True)
+    more = {"is_chat_model": True, "is_function_calling_model": True}
+    client = OpenAILike(model="fake", api_base=f"{url}/v1", api_key=KEY, **more)
     messages = [ChatMessage(role="user", content="hello")]
     assert client.chat(messages).message.content == SAID
     assert "".join(part.delta or "" for part in client.stream_chat(messages)) == SAID
+    tools = [FunctionTool.from_defaults(weather).metadata.to_openai_tool()]
+    asked = client.chat([ChatMessage(role="user", content="weather")], tools=tools)
+    (call,) = client.get_tool_calls_from_response(asked)
+    assert (call.tool_name, call.tool_kwargs) == ("weather", {"city": "Paris"})
 
 
 def llm(url: str) -> None:
@@ -191,7 +197,7 @@ ALL = {
     litellm: "answer stream tools structure embeddings",
     pydantic_ai: "answer stream tools structure",
     openai_agents: "answer tools structure",
-    llama_index: "answer stream",
+    llama_index: "answer stream tools",
     llm: "answer stream tools structure",
     smolagents: "answer stream tools",
     dspy: "answer",

@@ -24,6 +24,7 @@ from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "models.md"
 CENSUS = ROOT / "tests" / "data" / "census.json"
+SPEED = ROOT / "tests" / "data" / "own_code_speed.json"
 COLUMNS = ("norms", "positions", "mixers", "MLP", "else")
 
 
@@ -207,6 +208,17 @@ def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
             yield ""
 
 
+def speed_rows(taken: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The table of benchmarks/own_code.py."""
+    yield "| `model_type` | million parameters | prompt | step | prompts of 8 | step of 8 |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for name, found in taken.items():
+        if name in FAMILIES:  # by now
+            continue
+        ratios = (found[each] for each in ("prompt 1", "step 1", "prompt 8", "step 8"))
+        yield f"| `{name}` | {found['parameters'] / 1e6:.0f} | {' | '.join(f'{each:.1f}' for each in ratios)} |"
+
+
 def files() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -215,4 +227,5 @@ def files() -> dict[Path, str]:
 
     types = {name: model_type for model_type, name in CONFIG_MAPPING_NAMES.items() if model_type in FAMILIES}
     text = fill(PAGE.read_text(), "models", rows(specs_of(family_cases.CASES, types)))
-    return {PAGE: fill(text, "all models", census_rows(json.loads(CENSUS.read_text())))}
+    text = fill(text, "all models", census_rows(json.loads(CENSUS.read_text())))
+    return {PAGE: fill(text, "own code", speed_rows(json.loads(SPEED.read_text())))}
