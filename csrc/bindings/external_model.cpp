@@ -176,9 +176,9 @@ void ExternalModel::run(const StepTokens& step, std::vector<Pick>& picks) {
         std::get<1>(wanted.back()) += query.tokens;
     reserve(wanted);
   }
-  std::vector<std::tuple<int, float, int, float, float, double>> choices;
+  std::vector<std::tuple<int, float, int, float, float, double, double>> choices;
   for (const Pick& pick : picks)
-    choices.emplace_back(pick.row, pick.temperature, pick.top_k, pick.top_p, pick.min_p, pick.uniform);
+    choices.emplace_back(pick.row, pick.temperature, pick.top_k, pick.top_p, pick.min_p, pick.uniform, pick.following);
   const auto tokens = call([&] {
     sequences_.tell();
     return nb::cast<std::vector<int64_t>>(

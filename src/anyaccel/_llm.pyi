@@ -252,11 +252,12 @@ class Executor(Protocol):
     # New tokens of sequences, as (sequence, position of the first, tokens, length that rotary positions are of). Writes
     # the logits and the last hidden states of some rows of them, float32 [rows, vocab] and [rows, hidden], to addresses
     # (0: the executor keeps the logits). Returns the next token of other rows, -1 for logits that are no numbers; these
-    # are given as (row, temperature, top_k, top_p, min_p, a random number in [0, 1)), temperature 0: the likeliest one.
+    # are given as (row, temperature, top_k, top_p, min_p, a random number in [0, 1), that of the token behind it),
+    # temperature 0: the likeliest one.
     def run(
         self,
         segments: list[tuple[int, int, list[int], int]],
-        picks: list[tuple[int, float, int, float, float, float]],
+        picks: list[tuple[int, float, int, float, float, float, float]],
         logits_rows: list[int],
         logits: int,
         hidden_rows: list[int],

@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anyaccel.accelerator import synchronous
+
 _WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh")  # what reads values on the host, or comes from there
 
 
@@ -22,6 +24,8 @@ class RecordingAccelerator:
 
     def has(self, _capability: object) -> bool:
         return True
+
+    Event = synchronous.Event
 
     def synchronize(self) -> None:
         pass
@@ -42,10 +46,10 @@ class RecordingAccelerator:
 
 def recording_accelerator(monkeypatch: Any) -> RecordingAccelerator:
     """Have runtime="device" take its steps through recorded graphs."""
-    from anyaccel.inference.device import capture, graphs
+    from anyaccel.inference.device import capture, executor, graphs
 
     made = RecordingAccelerator()
-    for module in (capture, graphs):
+    for module in (capture, executor, graphs):
         monkeypatch.setattr(module, "get_accelerator", lambda: made)
     return made
 

@@ -24,7 +24,7 @@ Pick Request::pick(int32_t row) const {
   const SamplingOptions& s = options_.sampling;
   if (!s.do_sample) return {row};
   Random random = random_;
-  return {row, s.temperature, s.top_k, s.top_p, s.min_p, random.uniform()};
+  return {row, s.temperature, s.top_k, s.top_p, s.min_p, random.uniform(), random.uniform()};
 }
 
 void Model::take_picks(const std::vector<Wanted>& rows, StepResult& result) {

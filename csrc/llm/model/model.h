@@ -49,8 +49,9 @@ struct Pick {
   float temperature = 0;
   int top_k = 0;
   float top_p = 1, min_p = 0;
-  double uniform = 0;  // the random number that it is drawn by
-  int64_t token = -1;  // what was chosen; -1: the logits are no numbers
+  double uniform = 0;    // the random number that it is drawn by
+  double following = 0;  // and that of the token behind it
+  int64_t token = -1;    // what was chosen; -1: the logits are no numbers
 };
 
 // The executors that derive from it have weights and the memory of sequences, and compute runs of tokens: DecoderModel

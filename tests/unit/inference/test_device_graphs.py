@@ -73,9 +73,9 @@ def test_a_captured_step_allocates_nothing(name: str, recording: None, monkeypat
     run, replay = captured.run, step.captured.replay
     allocations = _Allocations()
 
-    def counted(segments: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         with allocations:
-            return run(segments)
+            return run(*arguments)
 
     def apart() -> None:  # the recorder runs operators again, which a device's graph does in its own memory
         with _disable_current_modes():
@@ -102,6 +102,33 @@ def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypa
     kept = dict(captured._kept)
     _answers(model, (700,), 3)  # the cache grows: its tensors are others
     assert not kept.keys() & {key for key, each in captured._kept.items() if each in kept.values()}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_steps_begin_before_they_are_asked_for(sampled: bool, recording: None) -> None:
+    """Whatever comes then: requests that end, one that joins, one that forgets tokens, and the end of a page."""
+    options = {"do_sample": True, "seed": 3, "top_k": 20} if sampled else {}
+    model, plain = on_device("llama", positions=512), on_device("llama", positions=512)
+    plain.executor._looks_ahead = False
+    passed, answers = [], []
+    for each in (model, plain):
+        passes, run = [], each.executor.graphs.run
+        each.executor.graphs.run = lambda *given, run=run, passes=passes: passes.append(len(given)) or run(*given)
+        requests = [
+            Request(each, list(range(3, 3 + count)), {"max_new_tokens": 8 + count % 5, **options})
+            for count in (5, 60, 9)
+        ]
+        for step in range(24):
+            if step == 5:
+                requests.append(Request(each, [7, 8, 9], {"max_new_tokens": 20, "repetition_penalty": 1.5}))
+            if step == 7:
+                requests[0].shrink(3)
+            each.step([request for request in requests if not request.finished] or requests[:1])
+        passed.append(passes)
+        answers.append([request.tokens for request in requests])
+    assert answers[0] == answers[1]
+    assert 2 in passed[0]  # with tokens that are on the device
+    assert passed[0].count(1) < passed[1].count(1)
 
 
 def test_a_device_without_graphs_runs_as_it_is_called() -> None:

@@ -7,15 +7,17 @@ import contextlib
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 
 from anyaccel import _llm
+from anyaccel.accelerator import get_accelerator
 from anyaccel.accelerator.base import HOST
 from anyaccel.errors import CommError
+from anyaccel.inference.device.ahead import Begun, next_step
 from anyaccel.inference.device.batch import Segment, make_batch, to_device
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.graphs import Graphs
@@ -73,6 +75,10 @@ class DeviceExecutor:
         self.decoder = Decoder(spec, weights, dtype, ranks)
         self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least, self.decoder.states.floats)
         self.graphs = Graphs(self.decoder, self.cache, self.device, ranks)
+        self._begun: Begun | None = None
+        # A state goes on with each token; a rank's tokens are rank 0's; and angles may depend on what the host knows.
+        self._looks_ahead = self.graphs.usable and ranks is None and not spec.is_recurrent
+        self._looks_ahead &= not any(rope.long_inv_freq or rope.dynamic_base for rope in spec.ropes)
         self._precise = precise
         self._ranks = ranks
         self.kept: list[torch.Tensor] = []  # logits for which no address was given
@@ -101,6 +107,8 @@ class DeviceExecutor:
         return value if self._ranks is None else self._ranks.shared(value)
 
     def change(self, sequence: int, of: int, length: int) -> None:
+        if self._begun is not None:
+            self._begun.forget(sequence)
         self.cache.change(sequence, of, length)
 
     @_undisturbed
@@ -122,13 +130,12 @@ class DeviceExecutor:
         hidden: int,
     ) -> list[int]:
         batch = _joined(Segment(*each) for each in segments)
+        begun, self._begun = self._begun, None
+        ready = {} if begun is None or logits_rows or hidden_rows else begun.ready(batch, picks)
         for each in batch:
             self.cache.extend(each.sequence, len(each.tokens))
-        residuals = self.graphs.run(batch)
-        if residuals is None:
-            decoder = self.decoder
-            made = make_batch(batch, self.cache, decoder.ropes, self.device, decoder.sinks)
-            residuals = decoder.run(made, self.cache)
+        left, rows = _without(batch, ready)
+        residuals = self._residuals(left) if left else torch.empty(0, device=self.device)
         if logits_rows:
             values = self._logits(residuals, logits_rows)
             if logits:
@@ -139,8 +146,42 @@ class DeviceExecutor:
             _copy_to_host(self._hidden(residuals, hidden_rows).float(), hidden)
         if not picks:
             return self._of_rank_0([], batch) if logits_rows else []
-        chosen = choose(self._logits(residuals, [pick[0] for pick in picks]), picks, self._precise)
-        return self._of_rank_0(chosen, batch)
+        others = [pick for pick in picks if pick[0] not in ready]
+        parts = [] if begun is None or not ready else [begun.chosen]
+        if others:
+            parts.append(choose(self._logits(residuals, [rows[pick[0]] for pick in others]), others, self._precise))
+        chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if ready:
+            place = iter(range(len(chosen) - len(others), len(chosen)))
+            order = [ready[pick[0]] if pick[0] in ready else next(place) for pick in picks]
+            if order != list(range(len(chosen))):
+                chosen = chosen.index_select(0, to_device(torch.tensor(order, dtype=torch.int64), self.device))
+        if not self._looks_ahead or logits_rows or hidden_rows:
+            return self._of_rank_0(chosen, batch)
+        return self._tokens_and_next_step(batch, picks, chosen)
+
+    def _residuals(self, batch: Sequence[Segment]) -> torch.Tensor:
+        residuals = self.graphs.run(batch)
+        if residuals is None:
+            decoder = self.decoder
+            made = make_batch(batch, self.cache, decoder.ropes, self.device, decoder.sinks)
+            residuals = decoder.run(made, self.cache)
+        return residuals
+
+    def _tokens_and_next_step(self, batch: Sequence[Segment], picks: Sequence[Pick], chosen: torch.Tensor) -> list[int]:
+        """The tokens on the host; the next step begins before anybody waits for them."""
+        on_the_way, arrived = chosen.to(HOST, non_blocking=True), get_accelerator().Event()
+        arrived.record()
+        following = next_step(batch, picks, self.decoder.spec.max_tokens)
+        residuals = None if following is None else self.graphs.run(following[0], chosen)
+        later = None
+        if following is not None and residuals is not None:
+            later = choose(self.decoder.logits(self.decoder.hidden(residuals)), following[1], self._precise)
+        arrived.synchronize()
+        tokens: list[int] = on_the_way.tolist()
+        if following is not None and later is not None:
+            self._begun = Begun(*following, tokens, later)
+        return tokens
 
     def _hidden(self, residuals: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         if list(rows) != list(range(len(residuals))):
@@ -177,6 +218,19 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
         else:
             found.append(each)
     return found
+
+
+def _without(batch: Sequence[Segment], gone: Container[int]) -> tuple[list[Segment], dict[int, int]]:
+    """The segments whose first rows are not gone, and where the rows of these go."""
+    left: list[Segment] = []
+    rows: dict[int, int] = {}
+    first = 0
+    for each in batch:
+        if first not in gone:
+            left.append(each)
+            rows |= {first + i: len(rows) + i for i in range(len(each.tokens))}
+        first += len(each.tokens)
+    return left, rows
 
 
 def _copy_to_host(values: torch.Tensor, address: int) -> None:

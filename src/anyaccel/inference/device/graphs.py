@@ -58,8 +58,12 @@ class Graphs:
         self._most = GATHERED if experts else _MOST_SEQUENCES
         self.usable = get_accelerator().has(Capability.GRAPHS)
 
-    def run(self, segments: Sequence[Segment]) -> torch.Tensor | None:
-        """The residuals of single tokens; None for a batch that no graph takes."""
+    def run(self, segments: Sequence[Segment], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The residuals of single tokens; None for a batch that no graph takes.
+
+        Args:
+            tokens: on the device, in the place of those of the segments.
+        """
         if not self.usable or len(segments) > self._most or any(len(each.tokens) > 1 for each in segments):
             return None
         pages = [self._cache.pages(each.sequence) for each in segments]
@@ -78,6 +82,8 @@ class Graphs:
         captured = found.captured
         assert captured is not None
         self._fill(found, segments, pages, *bucket)
+        if tokens is not None:
+            found.batch.tokens[: len(tokens)].copy_(tokens)
         self._kept.move_to_end(bucket)
         captured.replay()
         self.taken += 1

@@ -14,8 +14,9 @@ import torch
 
 from anyaccel.inference.device.batch import to_device
 
-# As `_llm.Executor.run` gets it: row, temperature (0: the likeliest token), top_k, top_p, min_p, uniform number.
-Pick = tuple[int, float, int, float, float, float]
+# As `_llm.Executor.run` gets it: row, temperature (0: the likeliest token), top_k, top_p, min_p, uniform number, and
+# that of the token behind it.
+Pick = tuple[int, float, int, float, float, float, float]
 
 _LEAST_TEMPERATURE = 1e-20
 
@@ -40,7 +41,7 @@ def choose(logits_RV: torch.Tensor, picks: Sequence[Pick], precise: torch.dtype)
 
 def _filters(pick: Pick) -> bool:
     """Whether sampling is from some of the tokens only."""
-    _, _, top_k, top_p, min_p, _ = pick
+    _, _, top_k, top_p, min_p, *_ = pick
     return top_k > 0 or top_p < 1 or min_p > 0
 
 
@@ -63,7 +64,7 @@ def _draw(
         logits_RV, highest_R = logits_RV.index_select(0, at), highest_R.index_select(0, at)
     given = [
         (max(temperature, _LEAST_TEMPERATURE), top_p if top_p < 1 else 2.0, min_p, uniform)
-        for _, temperature, _, top_p, min_p, uniform in picks
+        for _, temperature, _, top_p, min_p, uniform, _ in picks
     ]
     columns = to_device(torch.tensor(given, dtype=precise), device).T[..., None]
     temperature, top_p, min_p, uniform = columns[0], columns[1], columns[2], columns[3]
