@@ -283,7 +283,7 @@ void keep_blocks(const BlockLayout& layout, Rows rows, int64_t cols, uint8_t* bl
     for (int r = 0; r < kRows; ++r) {
       if (rows[r] == nullptr) continue;
       QuantisedBlock from = read_block(kType, rows[r] + k0 / kSourceGroup * block_bytes_of(kType));
-      if (!bytes && kType == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
+      if (kType == SourceType::q4_0 && layout.minimum && !bytes) from.minimum = to_f16(-8.0f * from_f16(from.scale));
       for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
         if (layout.scales == ScaleKind::powers)
           block[layout.scales_at(k) + static_cast<size_t>(r)] = static_cast<uint8_t>(from.scale);
