@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -280,7 +281,12 @@ def model_file(name: str, shape: Shape, kind: str, folder: Path, quantize: Path)
     original = folder / f"{name}-BF16.gguf"
     if not original.exists():
         note(f"writing {original}")
-        write_bf16(shape, original)
+        # In a process of its own: the most memory of programs that this one starts is never less than what it had.
+        writer = multiprocessing.get_context("spawn").Process(target=write_bf16, args=(shape, original))
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise SystemExit(f"{original} was not written")
     if path != original:
         note(f"writing {path}")
         part = path.with_suffix(".part")

@@ -3,7 +3,7 @@
 // Matrix products (gemm) of quantised weights with activations rounded to 8 bits, which have a scale for each token and
 // unit of 32 columns (as in gemv.h): sums of a unit are integers. VNNI multiplies int8 and 4-bit weights at four times
 // the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; those of 5 and 6 bits are added
-// up as 32 bits after each two products; int8 and codes are not for here.
+// up as 32 bits after each two products; int8 is not for here, and codes are with AVX2 only.
 //
 // Weights in groups of 16 have two parts of a unit, each with a scale of its own; others have one part.
 //
@@ -49,6 +49,23 @@ struct WideSum {
   WideSum plus(Nibbles w, const int8_t* x) const { return {add(v, NibbleSum::zero().plus(w, x).total())}; }
   IVec total() const { return v; }
 };
+
+#if ANYACCEL_LANES == 8
+// Sums of codes, which have a sign, where a product of bytes wants one without: it is moved to the activation. (For
+// int8 this is no faster than gemv's 16 bits.)
+struct ByteSum {
+  static constexpr bool kOf16Bits = false;
+  IVec v;
+  static ByteSum zero() { return {broadcast(int32_t{0})}; }
+  static IVec products(IVec w, IVec x) {
+    return madd_halves(madd_bytes(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), broadcast_half(1));
+  }
+  ByteSum plus(Nibbles w, const int8_t* x) const {
+    return {add(v, add(products(w.low, quad_at(x)), products(w.high, quad_at(x + 4))))};
+  }
+  IVec total() const { return v; }
+};
+#endif
 
 template <int kParts, bool kMinimum>
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
@@ -278,6 +295,9 @@ const GemmKernels* of_group(const Shape& shape) {
 const GemmKernels* find(const Shape& shape) {
   const FormatRow& format = row_of(shape.format);
   if constexpr (NibbleSum::kOf16Bits) {
+#if ANYACCEL_LANES == 8
+    if (format.codes != nullptr) return of_group<ByteSum>(shape);
+#endif
     if (format.bits == 8 || format.codes != nullptr) return nullptr;
     if (format.bits > 4) return of_group<WideSum>(shape);
   }
