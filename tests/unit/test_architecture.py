@@ -248,10 +248,10 @@ def test_the_map_is_short_and_names_what_there_is() -> None:
 
 # Files of other projects, of the system, and of users in examples.
 ELSEWHERE = {
-    "_update.h", "activations.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "ddp.py", "ik_llama.cpp",
-    "inference.py", "llama.cpp", "modeling_rope_utils.py", "noop.py", "profiler_activity.py", "script.py", "seeded.py",
-    "serve.py", "socket.py", "stft.py", "sysexits.h", "table.md", "train.py", "simd/ANYACCEL_ISA_VARIANT.h",
-    "transformer.h", "verify.py", "x.py",
+    "_update.h", "activations.py", "conversion_mapping.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py",
+    "ddp.py", "ik_llama.cpp", "inference.py", "llama.cpp", "modeling_rope_utils.py", "noop.py",
+    "profiler_activity.py", "script.py", "seeded.py", "serve.py", "socket.py", "stft.py", "sysexits.h", "table.md",
+    "train.py", "simd/ANYACCEL_ISA_VARIANT.h", "transformer.h", "verify.py", "x.py",
 }  # fmt: skip
 FOREIGN = (
     "ATen/",

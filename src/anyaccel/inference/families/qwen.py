@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.inference.families.common import (
@@ -53,10 +54,15 @@ def qwen3(config: Config) -> DecoderSpec:
     return llama_like(config, _qwen_windows(config), bias=bias, qk_norm=QkNorm(rms(config)))
 
 
-def sparse(config: Config, moe: Moe, dense: Mlp) -> list[Mlp | Moe]:
-    """Qwen's choice of the layers with experts."""
+def sparse(config: Config, moe: Moe, dense: Mlp, otherwise: Sequence[int] = ()) -> list[Mlp | Moe]:
+    """Qwen's choice of the layers with experts.
+
+    Args:
+        otherwise: those without, where the config lists none.
+    """
     step = config.integer("decoder_sparse_step")
-    only = [check_integer(each, "config: mlp_only_layers") for each in config.items("mlp_only_layers")]
+    given = config.items("mlp_only_layers") if config.has("mlp_only_layers") else otherwise
+    only = [check_integer(each, "config: mlp_only_layers") for each in given]
     return [moe if index not in only and (index + 1) % step == 0 else dense for index in range(config.layers)]
 
 
