@@ -289,6 +289,7 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
 
     Raises:
         UsageError: one is not there, or two have the same name.
+        ModelError: a folder of --lora-modules has no adapter that can be added to weights.
     """
     given: list[str | None] = [*options.given] or [options.model]
     if options.models_dir is not None and given == [None]:
@@ -314,6 +315,11 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
     names = [name for each in choices for name in each.names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two models are named {twice!r}; give their folders different names, or start two servers")
+    if options.lora_modules:
+        from anyaccel.inference.checkpoints.adapters import check_adapter
+
+        for choice in choices[-len(options.lora_modules) :]:
+            check_adapter(Path(choice.lora).expanduser())
     return choices
 
 

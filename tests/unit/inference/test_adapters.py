@@ -104,7 +104,12 @@ def test_what_cannot_be_merged_is_named(model: Path, tmp_path: Path) -> None:
     fails("merge the adapter with PEFT", UsageError, runtime="torch")
     config, weights = tmp_path / "a" / CONFIG, tmp_path / "a" / WEIGHTS
     before, tensors = config.read_text(), load_file(weights)
-    for change, words in (({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "IA3")):
+    for change, words in (
+        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' has changed the model's own weights"),
+    ):
         config.write_text(json.dumps({**json.loads(before), **change}))
         fails(words)
     config.write_text(before)

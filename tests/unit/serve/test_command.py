@@ -21,6 +21,7 @@ from anyaccel.cli import main, serve
 from anyaccel.cli._model_options import naming_options
 from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints.adapters import CONFIG, WEIGHTS
 from anyaccel.serve import listening
 from anyaccel.serve.listening import ServerSettings
 from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
@@ -299,6 +300,8 @@ def test_each_adapter_makes_the_first_model_another_one(tmp_path: Path, monkeypa
     folders = [tmp_path / name for name in ("dates", "tone")]
     for folder in folders:
         folder.mkdir()
+        (folder / CONFIG).write_text("{}")
+        (folder / WEIGHTS).touch()
     modules = [each for folder in folders for each in ("--lora-modules", f"{folder.name}={folder}")]
     options = build_parser().parse_args([__file__, "--served-model-name", "base", *modules])
     choices = serve._choices(options)
@@ -306,3 +309,6 @@ def test_each_adapter_makes_the_first_model_another_one(tmp_path: Path, monkeypa
     for each in choices:
         serve._load_engine(options, each, serve._Log(), None, 0, None, None)
     assert opened == [(Path(__file__), lora) for lora in ("", *map(str, folders))]
+    (folders[1] / WEIGHTS).unlink()  # said before the first model is loaded, not to the first request
+    with pytest.raises(ModelError, match="tone: is no adapter of PEFT"):
+        serve._choices(options)

@@ -19,6 +19,12 @@ from anyaccel.validation import Fields, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+# Options of PEFT by which an adapter computes something else than W + scale B A, and ways to begin whose W is another.
+_OTHER_PRODUCTS = (
+    "use_dora", "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config",
+    "alora_invocation_tokens", "layer_replication",
+)  # fmt: skip
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "merge it with PEFT (model.merge_and_unload()) and save the whole model"
 
 
@@ -94,8 +100,8 @@ class AdapterSource:
     def __init__(self, source: TensorSource, folder: Path) -> None:
         self._source = source
         self._products: dict[str, tuple[Any, Any]] = {}  # tensor -> up with its scale, as its rows are stored, and down
-        pairs = _pairs(folder)
-        scales = _scales(folder, pairs)
+        config, pairs = check_adapter(folder), _pairs(folder)
+        scales = _scales(config, pairs)
         for module, (down, up) in pairs.items():
             name = f"{module}.weight"
             if name not in source:
@@ -128,15 +134,28 @@ class AdapterSource:
         self._source.release(name)
 
 
-def check_adapter(folder: Path) -> None:
-    """Raise ModelError for a folder that has not the files of an adapter."""
+def check_adapter(folder: Path) -> Fields:
+    """The configuration of an adapter.
+
+    Raises:
+        ModelError: the folder has not an adapter's files, or the adapter computes something else than W + scale B A.
+    """
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ModelError(f"{folder}: is no adapter of PEFT, which has the files {CONFIG} and {WEIGHTS}")
+    config = Fields(read_json(folder / CONFIG), f"{folder / CONFIG}: ")
+    kind = config.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelError(f"{folder}: peft_type {kind!r} is no LoRA adapter; {_MERGE}")
+    values = config.known()
+    if other := next((name for name in _OTHER_PRODUCTS if values.get(name)), None):
+        raise ModelError(f"{folder}: {other} of {CONFIG} is not merged here; {_MERGE}")
+    if str(start := values.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
+        raise ModelError(f"{folder}: init_lora_weights={start!r} has changed the model's own weights; {_MERGE}")
+    return config
 
 
 def _pairs(folder: Path) -> dict[str, tuple[Any, Any]]:
     """Module -> A [r, in] and B [out, r], float32."""
-    check_adapter(folder)
     tensors = SafetensorsSource(folder, [folder / WEIGHTS])
     found: dict[str, dict[str, Any]] = {}
     for name in tensors.names():
@@ -153,15 +172,8 @@ def _pairs(folder: Path) -> dict[str, tuple[Any, Any]]:
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def _scales(folder: Path, pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+def _scales(config: Fields, pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """Module -> what its product is multiplied by."""
-    config = Fields(read_json(folder / CONFIG), f"{folder / CONFIG}: ")
-    kind = config.text("peft_type", "LORA")
-    if kind != "LORA":
-        raise ModelError(f"{folder}: peft_type {kind!r} is no LoRA adapter; {_MERGE}")
-    for name in ("use_dora", "fan_in_fan_out"):
-        if config.get_bool(name, False):
-            raise ModelError(f"{folder}: {name}=true is not merged here; {_MERGE}")
     whole = config.number("lora_alpha", 8.0)
     patterns = config.mapping("alpha_pattern").known() if config.has("alpha_pattern") else {}
     found = {}
