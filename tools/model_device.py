@@ -54,6 +54,7 @@ LLAMA_8B = {
 FORMATS = ("bf16", "int8", "int4")
 BATCHES = (1, 8, 64)
 CONTEXT = 1024
+MOST_TOKENS = 64  # of the kernels' product; product.py, where it is, needs Triton
 
 GPUS = {"H200": 4.8e12, "B200": 8.0e12, "MI300X": 5.3e12, "PVC (Max 1550)": 3.2e12}
 # Of an H200's 4.8 TB/s, what its largest product has reached (benchmarks/device.py).
@@ -123,7 +124,7 @@ def kernels(counted: Counted, context: int) -> SimpleNamespace:
         ),
         attend=attend,
         widest=1 << 14,
-        most_tokens={torch.int8: 64, torch.uint8: 1},
+        most_tokens=MOST_TOKENS,
     )
 
 
@@ -147,7 +148,7 @@ def step(dtype: str, batch: int, config: Mapping[str, Any] = LLAMA_8B) -> tuple[
     try:
         held = DeviceWeights(spec, shapes(spec, dtype), torch.bfloat16, META)
         for matrix in held._quantised.values():
-            matrix._kernels = own  # type: ignore[assignment]
+            matrix._kernels, matrix._most_tokens = own, own.most_tokens  # type: ignore[assignment]
         decoder = Decoder(spec, held, torch.bfloat16)
         a = spec.layers[0].softmax
         width = a.kv_heads * (a.head_dim + a.value_dim)

@@ -104,6 +104,8 @@ def _matrix(
         numbers = torch.stack([q >> 4, q & 15], -1).flatten(-2)
     scales = torch.rand(rows, groups, generator=generator) / 50 + 0.01
     least = torch.randn(rows, groups, generator=generator) if minima else None
+    if group:
+        scales, least = scales.half(), None if least is None else least.half()
     values = numbers.double().view(rows, groups, -1) * scales[..., None].double()
     values = values if least is None else values + least[..., None].double()
     put = (q.to(device), scales.to(device), None if least is None else least.to(device))
@@ -120,7 +122,7 @@ def product(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, fl
             rows, cols = 37, 296
             (q, scales, least), values = _matrix(bits, group, minima, rows, cols, dtype, device)
             errors = []
-            for tokens in (1, 5, 40) if bits == 8 else (1,):
+            for tokens in (1, 5, 40) if bits < 16 else (1,):
                 x = _random(tokens, cols + 8, dtype=dtype, device=device)[:, :cols]
                 bias = _random(rows, dtype=dtype, device=device)
                 h = _random(tokens, rows + 3, dtype=dtype, device=device)[:, :rows]

@@ -21,8 +21,18 @@ def test_one_token_reads_each_weight_once(dtype: str) -> None:
     assert counted.launches["norm"] == 2 * 2 + 1
 
 
-def test_what_has_to_be_dequantised_is_seen() -> None:
-    (few, held, _), (more, _, _) = (tool.step("int4", batch, SMALL) for batch in (1, 8))
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("batch", [8, 64])
+def test_several_sequences_read_each_weight_once(dtype: str, batch: int) -> None:
+    counted, held, _ = tool.step(dtype, batch, SMALL)
+    assert counted.bytes["dequantised"] == counted.bytes["mm"] == 0
+    assert held <= counted.bytes["product"] < 1.35 * held  # of 64 tokens what goes in and out is a part of it
+
+
+def test_a_matrix_that_has_to_be_dequantised_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, held, _ = tool.step("int4", 8, SMALL)
+    monkeypatch.setattr(tool, "MOST_TOKENS", 1)
+    more, _, _ = tool.step("int4", 8, SMALL)
     assert few.bytes["dequantised"] == 0
     assert more.bytes["dequantised"] > 2 * held
     assert tool.seconds(more, 1e12, tool.GAP) > 2 * tool.seconds(few, 1e12, tool.GAP)

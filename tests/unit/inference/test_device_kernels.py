@@ -43,7 +43,7 @@ def errors() -> dict[str, Any]:
 @pytest.mark.parametrize("kernel", ["tried", "gated", "turn", "add_norm", "norm", "product", "attend"])
 def test_each_kernel_gives_what_torch_gives(errors: dict[str, Any], kernel: str) -> None:
     mine = {case: both for case, both in errors.items() if case.startswith(kernel)}
-    assert len(mine) >= 4
+    assert len(mine) >= 3
     assert {case: both for case, both in mine.items() if not both[0] <= both[1]} == {}
 
 
@@ -108,7 +108,8 @@ _WRONG: dict[str, Any] = {
     "attend_linearly": lambda m, states, *_arguments: torch.zeros(2, m.heads * m.value_dim),
     "scan": lambda states, numbers, steps, *_arguments: torch.zeros_like(steps),
     "widest": 1 << 14,
-    "most_tokens": {},
+    "most_tokens": 64,
+    "milliseconds": None,
 }
 
 

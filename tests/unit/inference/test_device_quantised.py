@@ -191,8 +191,8 @@ def test_a_product_is_that_of_the_dequantised_matrix(
     groups = -(-cols // group) if group else 1
     low, high = (-128, 128) if kind == "i8" else (0, 16)
     q = torch.randint(low, high, (rows, cols), generator=generator).to(torch.int8 if kind == "i8" else torch.uint8)
-    scales = torch.rand(rows, groups, generator=generator) * 0.01
-    for minima in (None, torch.randn(rows, groups, generator=generator)):
+    scales = (torch.rand(rows, groups, generator=generator) * 0.01).half().float()
+    for minima in (None, torch.randn(rows, groups, generator=generator).half().float()):
         matrix = Quantised((rows, cols), kind, group, minima is not None, dtype, _CPU, gathered=True)
         for to, values in matrix.parts(q, scales, minima):
             to.copy_(values)

@@ -8,7 +8,9 @@ loaded. Where there is none, rows are dequantised for each product: right everyw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +55,12 @@ class Quantised:
         width = self.stored_cols if kind == "i8" else self.stored_cols // 2
         octets = torch.int8 if kind == "i8" else torch.uint8
         self.q = torch.zeros((*more, self.rows, width), dtype=octets, device=device)
-        self.scales = torch.zeros((*more, self.rows, groups), dtype=torch.float32, device=device)
+        self.scales = torch.zeros((*more, self.rows, groups), dtype=torch.float16, device=device)
         self.minima = torch.zeros_like(self.scales) if minimum or kind == "i4" else None
         self.minimum = minimum
         self._product: Product | None = None
         self._kernels: Kernels | None = None
+        self._most_tokens = 0  # of the kernels' products
         self._packed_bytes = 0
 
     def __len__(self) -> int:
@@ -78,9 +81,12 @@ class Quantised:
         if q.shape[1] < self.stored_cols:
             q = F.pad(q, (0, self.stored_cols - q.shape[1]))
         yield self.q, q if self.kind == "i8" else (q[:, 0::2] << 4) | q[:, 1::2]
-        yield self.scales, scales
+        self.scales = _with_room(self.scales, scales)
+        yield self.scales, scales.to(self.scales.dtype)
         if self.minima is not None:
-            yield self.minima, scales * -_HALF if minima is None else minima
+            minima = scales * -_HALF if minima is None else minima
+            self.minima = _with_room(self.minima, minima)
+            yield self.minima, minima.to(self.minima.dtype)
 
     def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, cols] by their numbers, or of stacked matrices those [n, rows, cols], dequantised."""
@@ -101,7 +107,7 @@ class Quantised:
         """Computed in float32 and rounded once."""
         if self.kind == "i4":
             q = torch.stack([q >> 4, q & 15], -1)
-        numbers = q.view(*scales.shape, self.group)
+        numbers, scales = q.view(*scales.shape, self.group), scales.float()
         values = torch.empty(numbers.shape, dtype=self.dtype, device=self.device)
         if minima is None:
             torch.mul(numbers, scales[..., None], out=values)
@@ -112,9 +118,12 @@ class Quantised:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x Wᵀ + bias."""
         if self._product is None:
-            return self._of_kernels(x, bias, None, 1.0) if self._fits(x) else F.linear(x, self.dequantised(), bias)
+            return self._of_kernels(x, bias, None, 1.0) if self._fits(x) else self._by_floats(x, bias)
         y = self._product(x.contiguous())
         return y if bias is None else y.add_(bias)
+
+    def _by_floats(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.dequantised(), bias)
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, bias: torch.Tensor | None) -> torch.Tensor:
         """h + factor * (x Wᵀ + bias)."""
@@ -128,8 +137,7 @@ class Quantised:
 
     def _fits(self, x: torch.Tensor) -> bool:
         """Whether Triton's kernel multiplies these tokens; more of them are worth a dequantised matrix."""
-        kernels = self._kernels
-        return kernels is not None and len(x) <= kernels.most_tokens[self.q.dtype] and x.stride(1) == 1
+        return self._kernels is not None and len(x) <= self._most_tokens and x.stride(1) == 1
 
     def _of_kernels(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, factor: float
@@ -137,15 +145,18 @@ class Quantised:
         assert self._kernels is not None
         return self._kernels.product(x, self.q, self.scales, self.minima, self.group, bias, residual, factor)
 
-    def choose_product(self, tried: dict[object, Callable[[Quantised], Product] | None]) -> None:
+    def choose_product(self, tried: dict[object, Any]) -> None:
         """Take Triton's kernels or the first operator whose product is right; to be called when all values are there.
 
         Args:
             tried: what was found for matrices of these forms and sizes.
         """
-        if self._take_kernels():
-            return
         form = (self.form, self.rows, self.cols)
+        if self._take_kernels():
+            if form not in tried:
+                tried[form] = self._count_of_tokens()
+            self._most_tokens = tried[form]
+            return
         if form not in tried:
             tried[form] = next((make for make in _MAKERS if self._is_right(make)), None)
         make = tried[form]
@@ -166,11 +177,24 @@ class Quantised:
             return False
         if self.kind == "i4" and self.q.shape[-1] % 4:
             return False
-        self._kernels = kernels
+        self._kernels, self._most_tokens = kernels, kernels.most_tokens
         if all(self._is_right(lambda m: m, tokens) for tokens in (1, 3, 65)):
             return True
         self._kernels = None
         return False
+
+    def _count_of_tokens(self) -> int:
+        """Up to how many tokens the kernels' product takes less time than that of a dequantised matrix."""
+        kernels = self._kernels
+        assert kernels is not None
+        count = kernels.most_tokens
+        while kernels.milliseconds is not None and count > 1:
+            x = torch.zeros(count, self.cols, dtype=self.dtype, device=self.device)
+            own = kernels.milliseconds(functools.partial(self._of_kernels, x, None, None, 1.0))
+            if own <= kernels.milliseconds(functools.partial(self._by_floats, x, None)):
+                break
+            count //= 2
+        return count
 
     def _is_right(self, make: Callable[[Quantised], Product], tokens: int = 3) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -184,6 +208,11 @@ class Quantised:
         expected = F.linear(x.float(), self.of_rows(ends).float())
         error = (y.index_select(1, ends).float() - expected).norm()
         return bool(error <= _BOUNDS[self.dtype] * expected.norm())
+
+
+def _with_room(held: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Scales or minima as halves, which most files have, or in float32 once one of their values is no half."""
+    return held if torch.equal(values.to(held.dtype).float(), values) else held.float()
 
 
 def _by_int8(m: Quantised) -> Product:
@@ -219,7 +248,8 @@ def _scales_and_zeros(m: Quantised) -> torch.Tensor:
     """[groups, rows, 2] for value = scale * (q - 8) + zero."""
     if m.kind != "i4" or m.minima is None or m.group not in (32, 64, 128, 256) or m.cols != m.stored_cols:
         raise ValueError("not of this form")
-    both = torch.stack([m.scales, m.minima + _HALF * m.scales], -1)
+    scales = m.scales.float()
+    both = torch.stack([scales, m.minima + _HALF * scales], -1)
     return both.transpose(0, 1).contiguous().to(m.dtype)
 
 

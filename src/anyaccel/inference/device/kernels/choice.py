@@ -36,7 +36,8 @@ class Kernels(NamedTuple):
     attend_linearly: Callable[..., torch.Tensor]
     scan: Callable[..., torch.Tensor]
     widest: int  # values of a row, of norms
-    most_tokens: dict[torch.dtype, int]  # of a product
+    most_tokens: int  # of a product
+    milliseconds: Callable[[Callable[[], object]], float] | None  # of a call on the device; None: nothing is timed
 
 
 @functools.cache
@@ -67,11 +68,23 @@ def load() -> Kernels:
     from anyaccel.inference.device.kernels.attend import attend
     from anyaccel.inference.device.kernels.gated import gated
     from anyaccel.inference.device.kernels.mixers import attend_linearly, convolve, scan
-    from anyaccel.inference.device.kernels.product import MOST_TOKENS, dequantised, product
+    from anyaccel.inference.device.kernels.product import MOST_TOKENS, TIMED, dequantised, milliseconds, product
     from anyaccel.inference.device.kernels.rotary import turn
 
     mixers = (convolve, attend_linearly, scan)
-    return Kernels(gated, turn, add_norm, norm, product, dequantised, attend, *mixers, WIDEST, MOST_TOKENS)
+    return Kernels(
+        gated,
+        turn,
+        add_norm,
+        norm,
+        product,
+        dequantised,
+        attend,
+        *mixers,
+        WIDEST,
+        MOST_TOKENS,
+        milliseconds if TIMED else None,
+    )
 
 
 def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:

@@ -5,46 +5,79 @@ Reading the matrix is what such a product costs, so it is read once, in its own 
 multiply-adds in float32; several share the matrix units, with the weights rounded to the dtype of x. More tokens are
 multiplied by the vendor's product, of floats that `dequantised` writes where the matrix has none.
 
+The sizes of blocks are those that were fastest on the device at hand, timed when a product of this size is first
+computed; Triton keeps what it found beside the compiled kernels.
+
 Letters: M tokens, N rows of the matrix, K columns, G columns of a group.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-# Of a product, by the matrix' dtype (uint8: two values of four bits). On an H200, more of them are sooner done by the
-# vendor's product, of four bits after dequantising.
-MOST_TOKENS = {torch.int8: 64, torch.uint8: 1}
+MOST_TOKENS = 64  # of a product
+TIMED = not triton.knobs.runtime.interpret
+
+
+def milliseconds(run: Callable[[], object], quantiles: Any = None) -> Any:
+    """What a call takes on the device, the matrix not in its cache."""
+    return triton.testing.do_bench(run, warmup=5, rep=20, quantiles=quantiles)
+
+
+def _tuned(names: tuple[str, ...], key: list[str], *sizes: tuple[int, ...]) -> Any:
+    """Have a kernel run with the fastest of these sizes, warps and stages; interpreted, with the first."""
+    configs = [triton.Config(dict(zip(names, size, strict=False)), *size[len(names) :]) for size in sizes]
+    kept = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
+    return triton.autotune(configs if TIMED else configs[:1], key, do_bench=milliseconds, **kept)
+
+
+@triton.jit
+def _octets(q, row, k, rows, cols, stored, BLOCK_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K / 2], each with two values of four bits."""
+    at = k // 2 + tl.arange(0, BLOCK_K // 2)
+    there = (row < rows)[:, None] & (2 * at < cols)[None, :]
+    return tl.load(q + row.to(tl.int64)[:, None] * stored + at[None, :], mask=there, other=0)
 
 
 @triton.jit
 def _numbers(q, row, k, rows, cols, stored, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """[BLOCK_N, BLOCK_K] values of the matrix from column k on, without scales; 0 beyond it."""
-    start = q + row.to(tl.int64)[:, None] * stored
     if BITS == 4:
-        at = k // 2 + tl.arange(0, BLOCK_K // 2)
-        both = tl.load(start + at[None, :], mask=(row < rows)[:, None] & (2 * at < cols)[None, :], other=0)
+        both = _octets(q, row, k, rows, cols, stored, BLOCK_K)
         return tl.reshape(tl.join(both >> 4, both & 15), (row.shape[0], BLOCK_K))
+    start = q + row.to(tl.int64)[:, None] * stored
     at = k + tl.arange(0, BLOCK_K)
     return tl.load(start + at[None, :], mask=(row < rows)[:, None] & (at < cols)[None, :], other=0)
 
 
 @triton.jit
-def _scaled(values, scales, minima, row, k, rows, groups, G: tl.constexpr, MINIMA: tl.constexpr):
-    """Whole numbers in float32 with the scales and minima of their groups."""
-    n: tl.constexpr = values.shape[0]
-    width: tl.constexpr = values.shape[1]
-    group = k // G + tl.arange(0, width // G)
+def _of_groups(scales, minima, row, group, rows, groups, MINIMA: tl.constexpr):
+    """Scales and minima of rows and groups, in float32."""
     there = (row < rows)[:, None] & (group < groups)[None, :]
     at = row[:, None] * groups + group[None, :]
-    y = tl.reshape(values.to(tl.float32), (n, width // G, G)) * tl.load(scales + at, mask=there, other=0.0)[:, :, None]
+    scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+    least = tl.zeros_like(scale)
     if MINIMA:
-        y += tl.load(minima + at, mask=there, other=0.0)[:, :, None]
+        least = tl.load(minima + at, mask=there, other=0.0).to(tl.float32)
+    return scale, least
+
+
+@triton.jit
+def _scaled(values, scale, least, G: tl.constexpr):
+    """Numbers times the scales of their groups of G, with the minima."""
+    n: tl.constexpr = values.shape[0]
+    width: tl.constexpr = values.shape[1]
+    y = tl.reshape(values.to(tl.float32), (n, width // G, G)) * scale[:, :, None] + least[:, :, None]
     return tl.reshape(y, (n, width))
 
 
+@_tuned(("BLOCK_N", "BLOCK_K"), ["rows", "COLS", "G"], (4, 1024, 4), (1, 1024, 4), (2, 1024, 4), (1, 2048, 8))
 @triton.jit
 def _one_token(
     x,
@@ -120,6 +153,7 @@ def _floats_of(word, i: tl.constexpr):
     return ((moved & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
+@_tuned(("BLOCK_N", "BLOCK_W"), ["rows", "COLS", "G"], (4, 256, 2), (2, 256, 2), (8, 128, 2), (4, 512, 4))
 @triton.jit
 def _one_token_words(
     x,
@@ -180,6 +214,15 @@ def _one_token_words(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 
+@_tuned(
+    ("BLOCK_N", "BLOCK_K"),
+    ["rows", "COLS", "G", "BLOCK_M"],
+    (32, 64, 4, 2),
+    (32, 128, 4, 3),
+    (32, 128, 4, 5),
+    (64, 128, 4, 4),
+    (64, 256, 8, 3),
+)
 @triton.jit(do_not_specialize=["tokens"])  # a batch of another size must not compile it anew
 def _few_tokens(
     x,
@@ -197,6 +240,7 @@ def _few_tokens(
     residual_stride,
     factor,
     COLS: tl.constexpr,
+    BITS: tl.constexpr,
     G: tl.constexpr,
     MINIMA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -205,24 +249,40 @@ def _few_tokens(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Whole numbers of 8 bits."""
+    """Whole numbers of 8 and of 4 bits. Of the latter, the even columns are one product and the odd ones another."""
+    WIDTH: tl.constexpr = G if G > BLOCK_K else BLOCK_K
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     of_x = tl.zeros((BLOCK_M,), tl.float32)
-    for k in range(0, COLS, BLOCK_K):
-        at = k + tl.arange(0, BLOCK_K)
+    for k in range(0, COLS, WIDTH):
+        at = k + tl.arange(0, WIDTH)
         values = tl.load(
             x + token[:, None] * x_stride + at[None, :],
             mask=(token < tokens)[:, None] & (at < COLS)[None, :],
             other=0.0,
         )
-        weights = _numbers(q, row, k, rows, COLS, stored, 8, BLOCK_K)
-        if G:
-            weights = _scaled(weights, scales, minima, row, k, rows, groups, G, MINIMA)
-        elif MINIMA:
+        if MINIMA and not G:
             of_x += tl.sum(values.to(tl.float32), 1)
-        sums = tl.dot(values, tl.trans(weights.to(values.dtype)), sums, input_precision="ieee")
+        if G:
+            group = k // G + tl.arange(0, WIDTH // G)
+            scale, least = _of_groups(scales, minima, row, group, rows, groups, MINIMA)
+        if BITS == 4:
+            both = _octets(q, row, k, rows, COLS, stored, WIDTH).to(tl.int32)
+            high, low = _floats_of(both, 1), _floats_of(both, 0)
+            if G:
+                scale, least = 16.0 * scale, least - 16.0 * scale
+                high, low = _scaled(high, scale, least, G // 2), _scaled(low, scale, least, G // 2)
+            else:
+                high, low = 16.0 * high - 16.0, 16.0 * low - 16.0
+            even, odd = tl.split(tl.reshape(values, (BLOCK_M, WIDTH // 2, 2)))
+            sums = tl.dot(even, tl.trans(high.to(values.dtype)), sums, input_precision="ieee")
+            sums = tl.dot(odd, tl.trans(low.to(values.dtype)), sums, input_precision="ieee")
+        else:
+            weights = _numbers(q, row, k, rows, COLS, stored, 8, WIDTH)
+            if G:
+                weights = _scaled(weights, scale, least, G)
+            sums = tl.dot(values, tl.trans(weights.to(values.dtype)), sums, input_precision="ieee")
     inside = row < rows
     y = sums
     if not G:
@@ -258,7 +318,9 @@ def _dequantise(
     weights = _numbers(q, row, k, rows, cols, stored, BITS, BLOCK_K)
     inside = row < rows
     if G:
-        y = _scaled(weights, scales, minima, row, k, rows, groups, G, MINIMA)
+        group = k // G + tl.arange(0, BLOCK_K // G)
+        scale, least = _of_groups(scales, minima, row, group, rows, groups, MINIMA)
+        y = _scaled(weights, scale, least, G)
     else:
         y = weights.to(tl.float32) * tl.load(scales + row, mask=inside, other=0.0)[:, None]
         if MINIMA:
@@ -283,7 +345,7 @@ def product(
     Args:
         x: [M, K], the values of a token neighbours in memory; M up to MOST_TOKENS, of floats 1.
         q: [N, K] floats; or int8; or uint8 [N, K / 2] in fours, whose high four bits are the value of the even column.
-        scales, minima: float32 [N, groups]; none of floats.
+        scales, minima: [N, groups], float32 or halves; none of floats.
         group: columns of a group, a power of two from 16 to 256, where a row has several.
         residual: [M, N], the values of a token neighbours in memory.
     """
@@ -295,23 +357,20 @@ def product(
     to = x if residual is None else residual
     form = {"G": group if groups > 1 else 0, "MINIMA": minima is not None, "BIAS": bias is not None}
     form["RESIDUAL"] = residual is not None
-    if tokens == 1 and q.dtype is torch.uint8:
+
+    def grid(sizes: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(rows, sizes["BLOCK_N"]),)
+
+    bits = 4 if q.dtype is torch.uint8 else 8
+    if tokens == 1 and bits == 4:
         words = q.view(torch.int32)
-        sizes = {"COLS": cols, "BLOCK_N": 4, "BLOCK_W": 256, "num_warps": 2}
-        _one_token_words[(triton.cdiv(rows, 4),)](
-            x, words, *given[2:], to, out, rows, words.shape[1], groups, factor, **form, **sizes
-        )
+        _one_token_words[grid](x, words, *given[2:], to, out, rows, words.shape[1], groups, factor, COLS=cols, **form)
     elif tokens == 1:
-        block_n = 1 if rows <= 4096 else 4  # what keeps an H200 busiest
-        sizes = {"COLS": cols, "SCALES": scales is not None, "BLOCK_N": block_n, "BLOCK_K": 1024, "num_warps": 4}
-        _one_token[(triton.cdiv(rows, block_n),)](*given, to, out, rows, stored, groups, factor, **form, **sizes)
+        _one_token[grid](*given, to, out, rows, stored, groups, factor, COLS=cols, SCALES=scales is not None, **form)
     elif tokens:
-        exact = x.dtype is torch.float32
-        stages = 2 if exact else 5 if rows <= 16384 else 3
-        sizes = {"BLOCK_M": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": 32, "num_warps": 4}
-        sizes |= {"BLOCK_K": max(64 if exact else 128, form["G"]), "num_stages": stages}
+        block_m = max(16, triton.next_power_of_2(tokens))
         others = (to, out, tokens, rows, stored, groups, x.stride(0), to.stride(0), factor)
-        _few_tokens[(triton.cdiv(rows, 32),)](*given, *others, COLS=cols, **form, **sizes)
+        _few_tokens[grid](*given, *others, COLS=cols, BITS=bits, BLOCK_M=block_m, **form)
     return out
 
 
