@@ -226,6 +226,32 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         with seeded(seed, generator), preserve_configurations(self.module, kwargs.get("assistant_model")):
             return self.module.generate(*args, **kwargs)
 
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        max_new_tokens: int | None = None,
+        **of_the_manager: Any,
+    ) -> dict[str, Any]:
+        """As the model's own `generate_batch`, on what computes sequences together where the model allows that."""
+        from anyaccel.inference.generic.requests import computed_together
+        from anyaccel.inference.hf.generate_batch import generate_batch
+
+        given = (generation_config, continuous_batching_config, record_timestamps, progress_bar)
+        together = None if self.native is not None else computed_together(self)
+        if together is None:
+            own: dict[str, Any] = self.module.generate_batch(
+                inputs, *given, max_new_tokens=max_new_tokens, **of_the_manager
+            )
+            return own
+        return generate_batch(
+            self, together, inputs, generation_config, max_new_tokens, record_timestamps, progress_bar
+        )
+
     def _job(
         self, together: NativeModel, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Any, generator: Any
     ) -> Job | None:

@@ -21,9 +21,19 @@ _MOST_ROWS = 256  # of a step; more do not make it faster
 
 
 def generate_batch(
-    module: Any, inputs: Any, generation_config: Any, max_new_tokens: int | None, record_timestamps: bool, bar: bool
+    model: Any,
+    native: NativeModel,
+    inputs: Any,
+    generation_config: Any,
+    max_new_tokens: int | None,
+    record_timestamps: bool,
+    bar: bool,
 ) -> dict[str, Any]:
     """The answers to `inputs`, a list of prompts that are lists of token ids, by the names that transformers gives.
+
+    Args:
+        model: a Hugging Face model, or an engine with one.
+        native: what its `generate` computes them on.
 
     Raises:
         UsageError: an argument has a wrong value, or is one that `generate` has but `generate_batch` not.
@@ -32,7 +42,7 @@ def generate_batch(
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
     prompts = [_prompt(index, each) for index, each in enumerate(inputs)]
-    config = module.generation_config if generation_config is None else generation_config
+    config = model.generation_config if generation_config is None else generation_config
     if config.stop_strings:
         raise UsageError("stop_strings: generate_batch has no tokenizer for them; use generate(..., tokenizer=...)")
     if record_timestamps:
@@ -42,8 +52,8 @@ def generate_batch(
     copies = config.num_return_sequences or 1
     found: dict[str, Any] = {}
     with tqdm(total=len(prompts) * copies, disable=not bar, unit="request") as shown_bar:
-        for rows in _batches(module._native, [len(each) for each in prompts], copies, new):
-            answers = _answers(module, [prompts[row] for row in rows], config, new)
+        for rows in _batches(native, [len(each) for each in prompts], copies, new):
+            answers = _answers(model, [prompts[row] for row in rows], config, new)
             for row, several in zip(rows, answers, strict=True):
                 # The last of the answers to a prompt has the name of the request, as in transformers.
                 names = [*(f"req_{row}__child#{child}" for child in range(copies - 1)), f"req_{row}"]
@@ -81,14 +91,14 @@ def _batches(native: NativeModel, lengths: Sequence[int], copies: int, new: int)
         yield batch
 
 
-def _answers(module: Any, prompts: list[list[int]], config: Any, new: int) -> list[list[list[int]]]:
+def _answers(model: Any, prompts: list[list[int]], config: Any, new: int) -> list[list[list[int]]]:
     """For each prompt the tokens of each of its answers, the end token that it ended with included."""
     longest = max(map(len, prompts))
     ids_BT = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
     mask_BT = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
     config = copy.deepcopy(config)
     config.max_new_tokens = new
-    rows = module.generate(ids_BT, attention_mask=mask_BT, generation_config=config)
+    rows = model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)
     several = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     answers = [_until_end(row, set(several)) for row in rows[:, longest:].tolist()]
     each = config.num_return_sequences or 1

@@ -226,7 +226,9 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         Raises:
             UsageError: as `generate`.
         """
-        return generate_batch(self, inputs, generation_config, max_new_tokens, record_timestamps, progress_bar)
+        return generate_batch(
+            self, self._native, inputs, generation_config, max_new_tokens, record_timestamps, progress_bar
+        )
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UsageError(
