@@ -102,10 +102,17 @@ def seconds(machine: Machine, ranks: int, size: int, threads: int, algorithm: Ca
     return moved.syncs * machine.sync[1 if ranks > own else 0] + max(reading, sending)
 
 
-def chosen(ranks: int, size: int) -> str:
-    """What csrc/comm takes; the decoder takes the same for prompts, and all rows for single tokens."""
+def chosen(ranks: int, own: int, size: int) -> str:
+    """What csrc/comm takes."""
     everything = size * (ranks - 1)
     return "all rows" if everything <= SMALL and everything * (1 - 2 / ranks) <= MORE else "divided"
+
+
+def of_prompts(ranks: int, own: int, size: int) -> str:
+    """What the decoder takes for prompts (csrc/llm/forward/deltas.cpp); for single tokens it takes all rows."""
+    if ranks < 3:
+        return "all rows"
+    return "divided" if own == 1 or own == ranks else "two levels"
 
 
 def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
@@ -124,7 +131,9 @@ def crossing_table() -> str:
     return table(("times the tensor's bytes", *ALGORITHMS, "least"), rows())
 
 
-def time_table(sizes: Sequence[int], threads: Callable[[Machine, int], int]) -> str:
+def time_table(
+    sizes: Sequence[int], threads: Callable[[Machine, int], int], taken: Callable[[int, int, int], str]
+) -> str:
     def rows() -> Iterator[Sequence[str]]:
         for machine in MACHINES:
             for ranks in (count for count in RANKS if count >= machine.sockets):
@@ -134,10 +143,11 @@ def time_table(sizes: Sequence[int], threads: Callable[[Machine, int], int]) -> 
                         for name, algorithm in ALGORITHMS.items()
                     }
                     shown = [f"{value:.1f}" for value in found.values()]
-                    best = min(("all rows", "divided"), key=found.__getitem__)
-                    yield f"{machine.name}, {ranks} ranks, {size >> 10:,} KiB", *shown, best, chosen(ranks, size)
+                    best = min(found, key=found.__getitem__)
+                    way = taken(ranks, ranks // machine.sockets, size)
+                    yield f"{machine.name}, {ranks} ranks, {size >> 10:,} KiB", *shown, best, way
 
-    return table(("µs", *ALGORITHMS, "best of the first two", "taken"), rows())
+    return table(("µs", *ALGORITHMS, "best", "taken"), rows())
 
 
 def barrier_table() -> str:
@@ -158,8 +168,9 @@ def barrier_table() -> str:
 
 
 def page() -> str:
-    one = time_table((1 << 10, 8 << 10, 64 << 10, 1 << 20), lambda machine, ranks: 1)
-    many = time_table((512 << 10, 8 << 20), lambda machine, ranks: machine.sockets * machine.cores // ranks)
+    one = time_table((1 << 10, 8 << 10, 64 << 10, 1 << 20), lambda machine, ranks: 1, chosen)
+    of_rank = lambda machine, ranks: machine.sockets * machine.cores // ranks  # noqa: E731
+    many = time_table((512 << 10, 8 << 20), of_rank, of_prompts)
     return (
         "Bytes that cross sockets in one all-reduce:\n\n"
         + crossing_table()
@@ -213,7 +224,7 @@ def compare_counts() -> int:
                 for sockets in (count for count in (2, 4, 8) if count <= ranks):
                     own = ranks // sockets
                     crossing = sum(bytes_ for (rank, of), bytes_ in moved.items() if rank // own != of // own)
-                    way = "divided" if kind == "symmetric" else chosen(ranks, size)
+                    way = "divided" if kind == "symmetric" else chosen(ranks, own, size)
                     expected = size * ALGORITHMS[way](ranks, own).crossing
                     same = abs(crossing - expected) <= 0.02 * expected + 64 * ranks * ranks
                     wrong += not same

@@ -194,7 +194,7 @@ def prompt_seconds(machine: Machine, model: Model, ranks: int, tokens: int) -> t
     exchanges = 0.0
     if ranks > 1:
         size = 4 * model.hidden * tokens
-        way = collectives.ALGORITHMS[collectives.chosen(ranks, size)]
+        way = collectives.ALGORITHMS[collectives.of_prompts(ranks, ranks // min(machine.sockets, ranks), size)]
         exchanges = (
             2 * model.layers * collectives.seconds(machine.links(), ranks, size, threads_of(machine, ranks), way)
         )

@@ -81,7 +81,7 @@ class ExternalModel final : public llm::Model {
   size_t weight_bytes() const override;
   int threads() const override { return 0; }
   std::string create_segment(double, bool, const std::vector<int>&, const std::vector<std::string>&, const std::string&,
-                             const std::string&) override {
+                             const std::string&, int) override {
     return {};
   }
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids) override;

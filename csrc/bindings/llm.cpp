@@ -166,7 +166,7 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("threads", &Model::threads)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
            nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
-           nb::arg("wire_dtype") = "f32", nb::arg("transport") = "", no_gil)
+           nb::arg("wire_dtype") = "f32", nb::arg("transport") = "", nb::arg("socket") = -1, no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("shared", &Model::shared, nb::arg("value"), no_gil)

@@ -78,4 +78,11 @@ struct Range {
 };
 inline Range part_of(int64_t count, int part, int parts) { return {count * part / parts, count * (part + 1) / parts}; }
 
+// The part that has this item.
+inline int part_with(int64_t count, int64_t item, int parts) {
+  int part = static_cast<int>(item * parts / count);
+  while (item >= part_of(count, part, parts).end) ++part;
+  return part;
+}
+
 }  // namespace anyaccel

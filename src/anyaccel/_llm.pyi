@@ -72,7 +72,8 @@ class Model:
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
     # `hosts`: each rank's, numbered as they come; `addresses`: where others' ranks reach this one; `wire_dtype`:
     # f32, bf16 or i8, the form of what is summed when it goes between hosts; `transport`: what carries
-    # it, "" for TCP, mpi:LIBRARY or ccl:LIBRARY, which connect() starts.
+    # it, "" for TCP, mpi:LIBRARY or ccl:LIBRARY, which connect() starts; `socket`: that all threads of this rank run
+    # on, -1 where that is not one: ranks that share a socket add what prompts need there first.
     def create_segment(
         self,
         timeout_s: float,
@@ -81,6 +82,7 @@ class Model:
         addresses: Sequence[str] = (),
         wire_dtype: str = "f32",
         transport: str = "",
+        socket: int = -1,
     ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...

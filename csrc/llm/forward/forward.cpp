@@ -17,8 +17,6 @@ namespace {
 // be large beside the weights, nor far beyond the last cache.
 constexpr int64_t kRunFloats = int64_t{32} << 20;
 constexpr int64_t kMostTokens = 1024;
-// From so many ranks on they divide the rows of deltas among them; two read the same number of bytes either way.
-constexpr int kRanksThatDivideRows = 3;
 // Floats that one exchange among ranks can hold: containers often have no more than 64 MiB of shared memory.
 constexpr int64_t kSlotFloats = int64_t{1} << 20;
 
@@ -397,22 +395,19 @@ void StepThread::embed() noexcept {
   if (!divided || !small_ || thread_ == 0) {
     for (int64_t t = mine_.begin; t < mine_.end; ++t) {
       const int64_t row = step_.tokens[static_cast<size_t>(t)] - first;
-      float* out = to + t * hidden_stride_;
-      if (row >= 0 && row < count)
-        weights_.embed.row(row, out);
-      else
-        std::memset(out, 0, static_cast<size_t>(spec_.hidden) * sizeof(float));
+      if (row >= 0 && row < count) weights_.embed.row(row, to + t * hidden_stride_);
     }
   }
   if (divided) {
+    const ParallelRanks& ranks = *forward_.ranks_;
     if (thread_ == 0) forward_.ranks_->signature(spec_.rank, turn_) = signature(step_);
     exchange(Work::embed, {tokens_ * hidden_stride_, 0});
     if (thread_ == 0) check_signatures();
     const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
-    for (int64_t t = mine_.begin; t < mine_.end; ++t) std::memset(residual_ + t * hidden_stride_, 0, bytes);
-    pend(1, Norm{}, 1.0f);
-    for (int64_t t = mine_.begin; t < mine_.end; ++t) advance(t, Norm{}, x_ + t * hidden_stride_);
-    pending_ = 0;
+    for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+      const int owner = ranks.owner_of_token(step_.tokens[static_cast<size_t>(t)]);
+      std::memcpy(residual_ + t * hidden_stride_, ranks.slot(owner, pending_turn_) + t * hidden_stride_, bytes);
+    }
   }
   for (int64_t t = mine_.begin; t < mine_.end; ++t) {
     float* row = residual_ + t * hidden_stride_;
@@ -725,137 +720,6 @@ void StepThread::recurrent(size_t index, int which) noexcept {
   if (spec.linear_attention) linear_attention(index, which);
   if (spec.scan) selective_scan(index, which);
   if (spec.lru) gated_lru(index, which);
-}
-
-float* StepThread::delta(int which) noexcept {
-  if (forward_.ranks_ == nullptr) return shared_.delta[which].get();
-  return forward_.ranks_->slot(spec_.rank, turn_) + which * tokens_ * hidden_stride_;
-}
-
-void StepThread::pend(int count, const Norm& post, float scale) noexcept {
-  pending_ = count;
-  pending_post_ = post;
-  pending_scale_ = scale;
-}
-
-void StepThread::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
-  barrier(kind);
-  if (forward_.ranks_ == nullptr) return;
-  await_ranks(turn_, parts);
-  pending_turn_ = turn_++;
-}
-
-void StepThread::await_ranks(unsigned turn, const ParallelRanks::Parts& parts) noexcept {
-  // After an error the step goes on without waiting, so that all threads come to its end, and throws there.
-  if (thread_ == 0 && !forward_.failure_) {
-    try {
-      forward_.ranks_->exchange(turn, parts);
-    } catch (...) {
-      forward_.failure_ = std::current_exception();
-    }
-  }
-  barrier(Work::ranks);
-}
-
-// Other cores have written some of it, so that each line is a miss; asked for together, the misses overlap.
-void StepThread::fetch_pending(int64_t t) const noexcept {
-  const auto fetch = [&](const float* row) {
-    for (int64_t i = 0; i < spec_.hidden; i += 16) __builtin_prefetch(row + i);
-  };
-  fetch(residual_ + t * hidden_stride_);
-  if (forward_.ranks_ != nullptr) return;
-  for (int i = 0; i < pending_; ++i) fetch(shared_.delta[i].get() + t * hidden_stride_);
-}
-
-int StepThread::pending_rows() const noexcept {
-  return pending_ * (forward_.ranks_ == nullptr ? 1 : forward_.ranks_->size());
-}
-
-const float* StepThread::pending_row(int index, int64_t t) const noexcept {
-  const int which = index % pending_;
-  if (forward_.ranks_ == nullptr) return shared_.delta[which].get() + t * hidden_stride_;
-  return forward_.ranks_->slot(index / pending_, pending_turn_) + (which * tokens_ + t) * hidden_stride_;
-}
-
-// Where each of n ranks adds an n-th of the rows and the others copy the sums (a reduce-scatter and an all-gather), a
-// rank reads 2 (n - 1) / n of the deltas' bytes from others, and n - 1 times those where it adds all rows itself. The
-// price is one more synchronisation, which pays for many tokens. Sums are made in the order of ranks either way, so
-// the results have the same bits. Ranks of other hosts cannot be read from a second time.
-bool StepThread::divides_rows() const noexcept {
-  return forward_.ranks_ != nullptr && forward_.ranks_->on_one_host() && pending_ > 0 && !small_ &&
-         spec_.size >= kRanksThatDivideRows;
-}
-
-int StepThread::owner_of(int64_t t) const noexcept {
-  int rank = static_cast<int>(t * spec_.size / tokens_);
-  while (t >= part_of(tokens_, rank, spec_.size).end) ++rank;
-  return rank;
-}
-
-// Puts the new residual of this rank's rows into its slot, in place of its own delta.
-void StepThread::add_rows_for_all() noexcept {
-  const Range rows = part_of(tokens_, spec_.rank, spec_.size);
-  const Range own = part_of(rows.end - rows.begin, thread_, threads_);
-  float* slot = forward_.ranks_->slot(spec_.rank, pending_turn_);
-  const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
-  for (int64_t t = rows.begin + own.begin; t < rows.begin + own.end; ++t) {
-    float* sum = x_ + t * hidden_stride_;  // nobody reads it any more
-    std::memcpy(sum, residual_ + t * hidden_stride_, bytes);
-    add_pending(t, sum, pending_rows());
-    std::memcpy(slot + t * hidden_stride_, sum, bytes);
-  }
-  barrier(Work::norm);
-  await_ranks(pending_turn_, {});
-}
-
-// Adds the first of what is pending to a row; all of it where it is normed first.
-void StepThread::add_pending(int64_t t, float* row, int count) noexcept {
-  const int64_t n = spec_.hidden;
-  if (pending_post_.kind == NormKind::none) {
-    for (int i = 0; i < count; ++i) add(row, pending_row(i, t), pending_scale_, n);
-    return;
-  }
-  add(row, normed_pending(t), pending_scale_, n);
-}
-
-const float* StepThread::normed_pending(int64_t t) noexcept {
-  const int64_t n = spec_.hidden;
-  float* sum = own_.row.get();
-  std::memcpy(sum, pending_row(0, t), static_cast<size_t>(n) * sizeof(float));
-  for (int i = 1; i < pending_rows(); ++i) add(sum, pending_row(i, t), 1.0f, n);
-  norm(pending_post_, sum, n, sum);
-  return sum;
-}
-
-void StepThread::advance(int64_t t, const Norm& norm_, float* out) noexcept {
-  const int64_t n = spec_.hidden;
-  float* row = residual_ + t * hidden_stride_;
-  if (pending_ == 0) return norm(norm_, row, n, out);
-  if (pending_post_.kind != NormKind::none) return add_norm(row, normed_pending(t), pending_scale_, norm_, n, out);
-  const int last = pending_rows() - 1;
-  add_pending(t, row, last);
-  add_norm(row, pending_row(last, t), pending_scale_, norm_, n, out);
-}
-
-void StepThread::advance(const Norm& norm_, bool residual_from_norm) noexcept {
-  const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
-  const bool divided = divides_rows();
-  if (divided) add_rows_for_all();
-  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
-    float* row = residual_ + t * hidden_stride_;
-    float* out = x_ + t * hidden_stride_;
-    if (!small_ && t + 1 < mine_.end) fetch_pending(t + 1);
-    if (divided) {
-      std::memcpy(row, forward_.ranks_->slot(owner_of(t), pending_turn_) + t * hidden_stride_, bytes);
-      norm(norm_, row, spec_.hidden, out);
-    } else {
-      advance(t, norm_, out);
-    }
-    if (residual_from_norm) std::memcpy(row, out, bytes);
-  }
-  pending_ = 0;
-  fresh();
-  mark(Work::norm);
 }
 
 const Input& StepThread::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows,

@@ -138,7 +138,7 @@ class StepThread {
   void read_ahead(size_t index) noexcept;
   float shared_weight(const MoeSpec& moe, int64_t t) const noexcept;
 
-  // --- common
+  // --- common, and deltas.cpp
   void barrier(Work kind) noexcept {
     mark(kind);
     forward_.team_.barrier(thread_);
@@ -164,7 +164,10 @@ class StepThread {
   const float* normed_pending(int64_t t) noexcept;
   void add_pending(int64_t t, float* row, int count) noexcept;
   bool divides_rows() const noexcept;
-  int owner_of(int64_t t) const noexcept;
+  float* row_of(int rank, int64_t t) const noexcept;
+  // The rows that the rank of this place on this socket adds for all.
+  Range rows_added_by(int place, int socket) const noexcept;
+  const float* added_row(int64_t t) const noexcept;
   void add_rows_for_all() noexcept;
   void pend(int count, const Norm& post, float scale) noexcept;
 
@@ -188,6 +191,7 @@ class StepThread {
   // Deltas that have not been added to the residual yet.
   int pending_ = 0;  // deltas a rank: 0 (none), 1 or 2
   unsigned pending_turn_ = 0;
+  bool sockets_summed_ = false;  // instead of deltas there is one sum a socket
   Norm pending_post_;
   float pending_scale_ = 1;
 };

@@ -148,7 +148,7 @@ void DecoderModel::borrow(DecoderModel& model, const std::vector<int64_t>& token
 
 std::string DecoderModel::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
                                          const std::vector<std::string>& addresses, const std::string& wire_dtype,
-                                         const std::string& transport) {
+                                         const std::string& transport, int socket) {
   const auto held = lock();
   if (spec_.size == 1 && spec_.stages == 1) throw UsageError("create_segment: the model has one rank");
   if (ranks_ != nullptr || stages_ != nullptr) throw UsageError("create_segment: called before");
@@ -167,8 +167,8 @@ std::string DecoderModel::create_segment(double timeout_s, bool anonymous, const
     name = stages_->name();
   }
   if (spec_.size > 1) {
-    const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
-                                       spec_.own_vocab(), pages, states};
+    const ParallelRanks::Header header{
+        signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first, spec_.own_vocab(), pages, states, socket};
     ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
                                              hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size,
                                              comm::read_wire_format(wire_dtype), transport);

@@ -47,7 +47,7 @@ class DecoderModel final : public Model {
 
   std::string create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
                              const std::vector<std::string>& addresses, const std::string& wire_dtype,
-                             const std::string& transport) override;
+                             const std::string& transport, int socket) override;
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids) override;
   void unlink() override;
 

@@ -71,11 +71,12 @@ class Model {
   void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
 
   // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
-  // `wire_dtype`: see WireFormat, of what is summed; `transport`: see start_transport(). Throws std::invalid_argument
-  // too.
+  // `wire_dtype`: see WireFormat, of what is summed; `transport`: see start_transport(); `socket`: that all threads of
+  // this rank run on, or -1. Throws std::invalid_argument too.
   virtual std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
                                      const std::vector<std::string>& addresses = {},
-                                     const std::string& wire_dtype = "f32", const std::string& transport = {}) = 0;
+                                     const std::string& wire_dtype = "f32", const std::string& transport = {},
+                                     int socket = -1) = 0;
   virtual void connect(const std::vector<std::string>& names, const std::vector<int>& pids) = 0;
   virtual void unlink() = 0;
   // Rank 0's value, on every rank; all call it between steps.

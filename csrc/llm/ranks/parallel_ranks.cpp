@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <new>
+#include <numeric>
 #include <sstream>
 
 #include "llm/errors.h"
@@ -58,7 +60,7 @@ struct Name {
     Name name;
     ParallelRanks::Header& header = name.header;
     stream >> name.group >> name.segment >> header.model >> header.vocab_first >> header.vocab_count >>
-        header.cache_pages >> header.state_pages >> name.wire >> name.endpoint;
+        header.cache_pages >> header.state_pages >> header.socket >> name.wire >> name.endpoint;
     if (!stream)
       throw UsageError("connect: '" + text.substr(0, text.find(' ')) + "...' is not what create_segment() returned");
     return name;
@@ -94,7 +96,7 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
   if (count > 1 && is_leader()) host_links_.emplace(hosts_[static_cast<size_t>(rank)], count, addresses, timeout_s);
   std::ostringstream text;
   text << group_.name() << ' ' << own_.name() << ' ' << header.model << ' ' << header.vocab_first << ' '
-       << header.vocab_count << ' ' << header.cache_pages << ' ' << header.state_pages << ' '
+       << header.vocab_count << ' ' << header.cache_pages << ' ' << header.state_pages << ' ' << header.socket << ' '
        << comm::wire_format_name(wire_) << ' ' << (host_links_ ? host_links_->endpoint() : kNoEndpoint);
   name_ = text.str();
 }
@@ -120,6 +122,7 @@ void ParallelRanks::connect(const std::vector<std::string>& names, const std::ve
       throw UsageError("rank " + number(r) + " sends " + all[r].wire + " between hosts, rank " + number(own) + " " +
                        all[own].wire + "; give all ranks the same wire_dtype (ANYACCEL_WIRE_DTYPE)");
   }
+  group_by_socket();
 
   const size_t elsewhere = hosts_.size() - here_.size();
   std::vector<std::string> groups;
@@ -152,6 +155,31 @@ void ParallelRanks::connect(const std::vector<std::string>& names, const std::ve
     connect_hosts(endpoints);
   }
   connected_ = true;
+}
+
+void ParallelRanks::group_by_socket() {
+  std::map<int64_t, std::vector<int>> by_socket;
+  for (int rank = 0; rank < size_; ++rank) by_socket[header(rank).socket].push_back(rank);
+  const auto most = static_cast<int>(by_socket.begin()->second.size());
+  bool grouped = on_one_host() && by_socket.size() > 1 && by_socket.begin()->first >= 0;
+  for (const auto& [socket, ranks] : by_socket) grouped = grouped && static_cast<int>(ranks.size()) == most;
+  sockets_ = SocketRanks{};
+  sockets_.each = grouped ? most : 1;
+  sockets_.count = size_ / sockets_.each;
+  sockets_.ranks.resize(static_cast<size_t>(size_));
+  std::iota(sockets_.ranks.begin(), sockets_.ranks.end(), 0);
+  if (grouped)
+    std::stable_sort(sockets_.ranks.begin(), sockets_.ranks.end(),
+                     [this](int a, int b) { return header(a).socket < header(b).socket; });
+  const int at = place_of(sockets_.ranks, rank_);
+  sockets_.socket = at / sockets_.each;
+  sockets_.place = at % sockets_.each;
+}
+
+int ParallelRanks::owner_of_token(int64_t token) const {
+  int rank = size_ - 1;
+  while (rank > 0 && token < header(rank).vocab_first) --rank;
+  return rank;
 }
 
 // A host's leader is its first rank, and hosts are numbered as they come: so are the endpoints.

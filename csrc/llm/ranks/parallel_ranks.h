@@ -30,6 +30,17 @@
 
 namespace anyaccel::llm {
 
+// The ranks of one host by socket: as many on each, `each`. Where that is not known or not so, or where every socket
+// has one, each rank counts as a socket of its own.
+struct SocketRanks {
+  int count = 1, each = 1;
+  int socket = 0, place = 0;  // of this rank
+  std::vector<int> ranks;     // socket by socket
+
+  int across(int on) const { return ranks[static_cast<size_t>(on * each + place)]; }
+  int beside(int at) const { return ranks[static_cast<size_t>(socket * each + at)]; }
+};
+
 class ParallelRanks {
  public:
   // What a rank says about itself when they meet.
@@ -38,6 +49,7 @@ class ParallelRanks {
     int64_t vocab_first, vocab_count;  // its share of the vocabulary
     int64_t cache_pages;               // that its cache may have
     int64_t state_pages;               // as how many of them a recurrent state counts
+    int64_t socket = -1;               // that all its threads run on; -1 where that is not one
   };
   // What the ranks have written into their slots: so many floats each, or so many rows of their shares of logits.
   struct Parts {
@@ -67,6 +79,9 @@ class ParallelRanks {
   int size() const { return size_; }
   bool on_one_host() const { return here_.size() == hosts_.size(); }
   const Header& header(int rank) const { return headers_[static_cast<size_t>(rank)]; }
+  // Whose share of the vocabulary has this token.
+  int owner_of_token(int64_t token) const;
+  const SocketRanks& sockets() const { return sockets_; }
   size_t slot_floats() const { return slot_floats_; }
   float* slot(int rank, unsigned turn) const;
   // 8 bytes beside each slot, which go with its part.
@@ -97,6 +112,7 @@ class ParallelRanks {
   size_t floats_of(const Parts& parts) const;
   void encode_own(unsigned turn, const Parts& parts);
   void decode_others(unsigned turn, const Parts& parts);
+  void group_by_socket();
   void connect_hosts(const std::vector<std::string>& endpoints);
   void exchange_as_leader(unsigned turn, const Parts& parts);
   void await_leader();
@@ -117,6 +133,7 @@ class ParallelRanks {
   std::vector<comm::ShmSegment> peers_;
   std::vector<uint8_t*> bases_;  // of the slots, by rank
   std::vector<Header> headers_;
+  SocketRanks sockets_;
   Failure* failure_ = nullptr;                 // the leader's
   std::optional<comm::HostLinks> host_links_;  // of a leader
   std::vector<iovec> given_;

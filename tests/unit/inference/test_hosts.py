@@ -20,8 +20,11 @@ from anyaccel.launch.cluster.address import addresses_for_others
 from native_models import PROMPTS
 
 
-def connected(models: Sequence[Any], hosts: Sequence[int]) -> Sequence[Any]:
-    names = [model.create_segment(60.0, True, list(hosts), ["127.0.0.1"]) for model in models]
+def connected(models: Sequence[Any], hosts: Sequence[int], sockets: Sequence[int] = ()) -> Sequence[Any]:
+    names = [
+        model.create_segment(60.0, True, list(hosts), ["127.0.0.1"], socket=socket)
+        for model, socket in zip(models, sockets or [-1] * len(models), strict=True)
+    ]
     with ThreadPoolExecutor(len(models)) as pool:
         list(pool.map(lambda model: model.connect(names, [os.getpid()] * len(models)), models))
     for model in models:
@@ -29,8 +32,9 @@ def connected(models: Sequence[Any], hosts: Sequence[int]) -> Sequence[Any]:
     return models
 
 
-def ranks(name: str, hosts: Sequence[int], **options: Any) -> Sequence[Any]:
-    return connected([native_models.rank_of(name, rank, len(hosts), **options) for rank in range(len(hosts))], hosts)
+def ranks(name: str, hosts: Sequence[int], sockets: Sequence[int] = (), **options: Any) -> Sequence[Any]:
+    models = [native_models.rank_of(name, rank, len(hosts), **options) for rank in range(len(hosts))]
+    return connected(models, hosts, sockets)
 
 
 def computed(model: Any, vocab: int) -> tuple[torch.Tensor, list[list[int]]]:
@@ -57,6 +61,30 @@ def test_several_hosts_have_the_bits_of_one(name: str, hosts: list[int]) -> None
     (expected, answers), *_ = on_all(name, ranks(name, [0] * len(hosts)))
     for logits, tokens in on_all(name, ranks(name, hosts)):
         assert torch.equal(logits, expected)
+        assert tokens == answers
+
+
+@pytest.mark.parametrize(
+    ("name", "sockets", "two_levels"),
+    [
+        ("llama", [0, 0, 1, 1], True),
+        ("llama", [5, 3, 5, 3], True),
+        ("olmo2", [0, 0, 1, 1], True),
+        ("gptj", [0, 0, 1, 1], True),
+        ("llama", [0, 1, 2, 3], False),
+        ("llama", [0, 0, 0, 1], False),
+        ("llama", [0, 0, 1, -1], False),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_socket_add_their_own_deltas_first(name: str, sockets: list[int], two_levels: bool) -> None:
+    """That rounds in another order; all ranks have the same bits. olmo2 norms the sums, gptj adds two parts."""
+    (expected, answers), *_ = on_all(name, ranks(name, [0] * 4))
+    results = on_all(name, ranks(name, [0] * 4, sockets, threads=2))
+    for logits, tokens in results:
+        assert torch.equal(logits, results[0][0])
+        assert torch.equal(logits, expected) != two_levels
+        assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
         assert tokens == answers
 
 

@@ -22,7 +22,14 @@ class Model:
         self.calls: list[Any] = []
 
     def create_segment(
-        self, timeout: float, anonymous: bool, hosts: list[int], addresses: list[str], wire: str, between: str
+        self,
+        timeout: float,
+        anonymous: bool,
+        hosts: list[int],
+        addresses: list[str],
+        wire: str,
+        between: str,
+        socket: int,
     ) -> str:
         self.calls.append((anonymous, hosts, bool(addresses)))
         return "mine"

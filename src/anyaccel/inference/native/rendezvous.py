@@ -16,6 +16,7 @@ from anyaccel.inference.checkpoints.identity import weights_of
 from anyaccel.inference.native.transport import choose_transport, end_with_process
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.launch.cluster.address import addresses_for_others
+from anyaccel.topology import read_machine
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -101,12 +102,19 @@ def _create_segment(
     addresses = addresses_for_others() if several else []
     timeout = env.ANYACCEL_COMM_TIMEOUT.get()
     return {
-        "segment": native.model.create_segment(timeout, anonymous, numbers, addresses, wire, transport),
+        "segment": native.model.create_segment(timeout, anonymous, numbers, addresses, wire, transport, _own_socket()),
         "pid": os.getpid(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),  # noqa: PTH115
         "files": _contents(source, native.config) if source is not None and several else {},
         "transport": transport,
     }
+
+
+def _own_socket() -> int:
+    """The socket that this rank is bound to; -1 where it may run on several."""
+    machine = read_machine()
+    sockets = {cpu.package for cpu in machine.cpus if cpu.id in machine.allowed_cpus}
+    return sockets.pop() if len(sockets) == 1 else -1
 
 
 def _check_transports(kinds: Sequence[str]) -> None:
