@@ -10,6 +10,8 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -308,6 +310,48 @@ void where_they_are_or_unpacked() {
   }
 }
 
+// Pieces that threads take from each other: one that is alone computes all, and whoever does has the same bits.
+void shared_pieces() {
+  constexpr int kParts = 3, kTokens = 40;
+  constexpr int64_t kRows = 1000, kCols = 256;
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> x(kTokens * kCols);
+  for (float& value : x) value = normal(random);
+  for (const auto& [format, group] : {std::pair(Format::bf16, 0), std::pair(Format::i4, 32)}) {
+    const Case c({format, kRows, kCols, group, false}, random);
+    for (const Isa isa : kIsas) {
+      if (!runs(isa)) continue;
+      GemmKernels kernels = gemm_kernels(isa, c.shape);
+      kernels.cache_bytes = 1;  // so that there are many pieces
+      const GemvKernels& gemv = anyaccel::pick<GemvKernels>(std::min(isa, selected_isa()));
+      const Memory input = aligned(gemm_bytes_on(kernels, c.shape, kTokens));
+      gemm_prepare_on(kernels, c.shape, x.data(), kCols, nullptr, kTokens, input.get(), 0, 1);
+      anyaccel::SharedItems items(kParts);
+      uint64_t call = 0;
+      const auto product = [&](const std::vector<int>& order, bool shared) {
+        std::vector<float> out(kTokens * kRows, NAN);
+        const Sharing sharing{shared ? &items : nullptr, ++call};
+        const auto part = [&](int number) {
+          gemm_multiply_on(kernels, gemv, c.matrix, input.get(), kTokens, {out.data(), kRows}, number, kParts, sharing);
+        };
+        if (!order.empty()) {
+          for (const int number : order) part(number);
+        } else {
+          std::vector<std::thread> threads;
+          for (int number = 0; number < kParts; ++number) threads.emplace_back(part, number);
+          for (std::thread& thread : threads) thread.join();
+        }
+        return out;
+      };
+      const std::vector<float> expected = product({0, 1, 2}, false);
+      CHECK(product({1}, true) == expected);
+      CHECK(product({2, 0, 1}, true) == expected);
+      for (int i = 0; i < 20; ++i) CHECK(product({}, true) == expected);
+    }
+  }
+}
+
 // What is not a number stays so, and only in its own token and row.
 void not_finite() {
   std::mt19937 random(4);
@@ -341,6 +385,7 @@ int main() {
   many_passes();
   alone_or_together();
   where_they_are_or_unpacked();
+  shared_pieces();
   not_finite();
   return 0;
 }

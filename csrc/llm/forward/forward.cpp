@@ -58,7 +58,8 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
       profile_(profile),
       widths_(spec),
       most_tokens_(tokens_of_a_run(spec, widths_)),
-      states_(spec) {
+      states_(spec),
+      items_(team.size()) {
   add_shape(shapes_, weights.head.w);
   add_shape(shapes_, weights.layer_projection.w);
   for (const LinearWeights& each : weights.streams_in) add_shape(shapes_, each.w);
@@ -283,7 +284,9 @@ void Forward::run_all(const StepTokens& step) {
   team_.run([&](int thread) {
     StepThread step_thread(*this, step, thread);
     step_thread.run();
-    if (thread == 0) turn_ = step_thread.turn();  // the barriers of the run come after all threads have read it
+    if (thread > 0) return;  // the barriers of the run come after all threads have read them
+    turn_ = step_thread.turn();
+    calls_ = step_thread.calls();
   });
   if (weights_.experts != nullptr && !failure_) failure_ = weights_.experts->take_failure();
   if (failure_) {
@@ -330,6 +333,7 @@ StepThread::StepThread(Forward& forward, const StepTokens& step, int thread)
       qkv_stride_(padded_stride(forward.widths_.qkv)),
       residual_(small_ ? own_.residual.get() : shared_.residual.get()),
       x_(small_ ? own_.x.get() : shared_.x.get()),
+      calls_(forward.calls_),
       turn_(forward.turn_) {}
 
 void StepThread::run() noexcept {
@@ -741,7 +745,9 @@ const Input& StepThread::input(const Shape& shape, const float* x, int64_t strid
 }
 
 void StepThread::multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept {
-  multiply(linear.w, input, Output{out, stride, linear.bias}, thread_, threads_);
+  // In small steps threads may come to experts in different orders, and some use their own rows at once.
+  const Sharing sharing{small_ ? nullptr : &forward_.items_, calls_++};
+  multiply(linear.w, input, Output{out, stride, linear.bias}, thread_, threads_, sharing);
 }
 
 Range StepThread::rows_of(const Shape& shape) const noexcept {

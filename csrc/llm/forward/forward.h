@@ -145,6 +145,8 @@ class Forward {
   std::vector<Span> spans_;                           // where there are recurrent mixers
   std::vector<size_t> next_experts_;                  // of each layer, the next layer with experts; 0: none
   std::vector<float> likely_logits_;                  // where experts stay in a file: of a later layer's router
+  SharedItems items_;                                 // of products that threads compute together
+  uint64_t calls_ = 1;                                // products, from run to run
   unsigned turn_ = 0;                                 // of the ranks' slots, from run to run
   std::exception_ptr failure_;                        // of an exchange
 };

@@ -21,6 +21,7 @@ class StepThread {
   StepThread(Forward& forward, const StepTokens& step, int thread);
   void run() noexcept;
   unsigned turn() const { return turn_; }
+  uint64_t calls() const { return calls_; }
 
  private:
   // --- forward.cpp
@@ -185,7 +186,8 @@ class StepThread {
   float* const residual_;
   float* const x_;
 
-  unsigned turn_;  // of the ranks' slots
+  uint64_t calls_;  // products, the same number on all threads
+  unsigned turn_;   // of the ranks' slots
   uint64_t stamp_ = 1;
   uint64_t stamps_[Inputs::kMost] = {};  // the stamp of x when each input was prepared
   // Deltas that have not been added to the residual yet.

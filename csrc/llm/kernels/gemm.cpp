@@ -20,6 +20,9 @@ constexpr int64_t kLineBlocks = 4;
 
 // Unpacked weights. Static memory, so that no call can fail for want of it.
 alignas(64) thread_local uint8_t scratch[kScratchBytes];
+// Threads take each other's pieces of a product when each has so many at least. Looking for what is left costs a cache
+// line a thread.
+constexpr int64_t kSharedPieces = 4;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -79,6 +82,11 @@ Grid grid_of(const GemmKernels& kernels, int64_t row_tiles, int panels, int part
   return best;
 }
 
+struct Field {
+  int64_t first_block, last_block, chunks;
+  Range panels;
+};
+
 // Where a pass over some blocks of weights begins.
 struct Pass {
   int64_t block, unit;
@@ -126,17 +134,12 @@ void gemm_prepare_on(const GemmKernels& kernels, const Shape& shape, const float
 }
 
 void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const Matrix& w, const uint8_t* data,
-                      int tokens, const Output& out, int part, int parts) noexcept {
+                      int tokens, const Output& out, int part, int parts, const Sharing& sharing) noexcept {
   const Shape& shape = w.shape();
   const BlockLayout layout = layout_of(shape);
   const Panels panels(kernels, tokens);
   const int64_t row_tiles = divide_up(shape.blocks(), kernels.tile_blocks);
   const Grid grid = grid_of(kernels, row_tiles, panels.count, parts);
-  if (part >= grid.rows * grid.tokens) return;
-  const Range my_tiles = part_of(row_tiles, part % grid.rows, grid.rows);
-  const Range my_panels = part_of(panels.count, part / grid.rows, grid.tokens);
-  const int64_t first_block = my_tiles.begin * kernels.tile_blocks;
-  const int64_t last_block = std::min(my_tiles.end * kernels.tile_blocks, shape.blocks());
 
   // Passes over the columns, of nearly equal size.
   const int64_t total = layout.padded_cols / kUnit;
@@ -151,41 +154,55 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
   const int64_t chunk = std::max<int64_t>(fitting / kernels.tile_blocks, 1) * kernels.tile_blocks;
   const int64_t panels_a_pass = std::max(kPassTokens / kernels.panel_tokens, 1);
 
-  if (kernels.begin != nullptr) kernels.begin();
-  for (int64_t group = my_panels.begin; group < my_panels.end; group += panels_a_pass)
-    for (int64_t block = first_block; block < last_block; block += chunk) {
-      const int64_t blocks = std::min(chunk, last_block - block);
-      for (int64_t unit = 0; unit < total; unit += pass) {
-        const int64_t units = std::min(pass, total - unit);
-        const uint8_t* weights = scratch;
-        int64_t weight_stride = units * kernels.weight_bytes;
-        if (in_place) {
-          weights = w.block(block) + unit * kUnit * kBlockRows * 2;
-          weight_stride = static_cast<int64_t>(layout.block_bytes);
-        } else {
-          for (int64_t b = 0; b < blocks; ++b)
-            unpack(kernels, gemv, layout, w.block(block + b), unit, units, scratch + b * weight_stride);
-        }
-        GemmTile to{};
-        to.bias = out.bias != nullptr && unit == 0 ? out.bias + block * kBlockRows : nullptr;
-        to.stride = out.stride;
-        to.scale = out.scale;
-        to.add = out.add || unit > 0;
-        to.rows = shape.rows - block * kBlockRows;
-        const int64_t group_end = std::min(group + panels_a_pass, my_panels.end);
-        const NextPass next(w, layout, kernels,
-                            unit + units < total ? Pass{block, unit + units} : Pass{block + chunk, 0}, last_block, pass,
-                            group_end - group);
-        for (int64_t p = group; p < group_end; ++p) {
-          to.next_panel = data + (p + 1 < group_end ? p + 1 : group) * panel_bytes(kernels, shape);
-          const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
-          to.out = out.data + first * out.stride + block * kBlockRows;
-          next.share(p - group, to);
-          multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights, weight_stride,
-                   blocks, to);
-        }
+  // A piece of a field: some blocks of rows, and as many panels as one pass has.
+  const auto multiply_piece = [&](const Field& field, int64_t piece) {
+    const int64_t block = field.first_block + piece % field.chunks * chunk;
+    const int64_t blocks = std::min(chunk, field.last_block - block);
+    const int64_t group = field.panels.begin + piece / field.chunks * panels_a_pass;
+    const int64_t group_end = std::min(group + panels_a_pass, field.panels.end);
+    for (int64_t unit = 0; unit < total; unit += pass) {
+      const int64_t units = std::min(pass, total - unit);
+      const uint8_t* weights = scratch;
+      int64_t weight_stride = units * kernels.weight_bytes;
+      if (in_place) {
+        weights = w.block(block) + unit * kUnit * kBlockRows * 2;
+        weight_stride = static_cast<int64_t>(layout.block_bytes);
+      } else {
+        for (int64_t b = 0; b < blocks; ++b)
+          unpack(kernels, gemv, layout, w.block(block + b), unit, units, scratch + b * weight_stride);
+      }
+      GemmTile to{};
+      to.bias = out.bias != nullptr && unit == 0 ? out.bias + block * kBlockRows : nullptr;
+      to.stride = out.stride;
+      to.scale = out.scale;
+      to.add = out.add || unit > 0;
+      to.rows = shape.rows - block * kBlockRows;
+      const NextPass next(w, layout, kernels, unit + units < total ? Pass{block, unit + units} : Pass{block + chunk, 0},
+                          field.last_block, pass, group_end - group);
+      for (int64_t p = group; p < group_end; ++p) {
+        to.next_panel = data + (p + 1 < group_end ? p + 1 : group) * panel_bytes(kernels, shape);
+        const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
+        to.out = out.data + first * out.stride + block * kBlockRows;
+        next.share(p - group, to);
+        multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights, weight_stride,
+                 blocks, to);
       }
     }
+  };
+  const int fields = grid.rows * grid.tokens;
+  const bool shared = sharing.items != nullptr && divide_up(shape.blocks(), chunk) >= kSharedPieces * grid.rows;
+  if (part >= fields && !shared) return;
+  if (kernels.begin != nullptr) kernels.begin();
+  for (int i = 0; i < (shared ? fields : 1); ++i) {
+    const int at = (part + i) % fields;
+    const Range tiles = part_of(row_tiles, at % grid.rows, grid.rows);
+    Field field{tiles.begin * kernels.tile_blocks, std::min(tiles.end * kernels.tile_blocks, shape.blocks()), 0,
+                part_of(panels.count, at / grid.rows, grid.tokens)};
+    field.chunks = divide_up(field.last_block - field.first_block, chunk);
+    const int64_t count = field.chunks * divide_up(field.panels.end - field.panels.begin, panels_a_pass);
+    const auto next = [&](int64_t last) { return shared ? sharing.items->take(at, sharing.call, count) : last + 1; };
+    for (int64_t piece = next(-1); piece >= 0 && piece < count; piece = next(piece)) multiply_piece(field, piece);
+  }
   if (kernels.end != nullptr) kernels.end();
 }
 
@@ -206,9 +223,10 @@ void gemm_prepare(const Shape& shape, const float* x, int64_t stride, const int3
   gemm_prepare_on(gemm_kernels(selected_isa(), shape), shape, x, stride, rows, tokens, data, part, parts);
 }
 
-void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts) noexcept {
+void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts,
+                   const Sharing& sharing) noexcept {
   const Isa isa = selected_isa();
-  gemm_multiply_on(gemm_kernels(isa, w.shape()), pick<GemvKernels>(isa), w, data, tokens, out, part, parts);
+  gemm_multiply_on(gemm_kernels(isa, w.shape()), pick<GemvKernels>(isa), w, data, tokens, out, part, parts, sharing);
 }
 
 const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {

@@ -22,6 +22,7 @@ size_t gemm_bytes(const Shape& shape, int64_t tokens);
 void gemm_prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, uint8_t* data,
                   int part, int parts) noexcept;
 // Part `part` of out = W x. Never allocates (scratch panels: thread_local or on the stack).
-void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts) noexcept;
+void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts,
+                   const Sharing& sharing = {}) noexcept;
 
 }  // namespace anyaccel::llm

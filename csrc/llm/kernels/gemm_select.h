@@ -18,6 +18,6 @@ size_t gemm_bytes_on(const GemmKernels& kernels, const Shape& shape, int64_t tok
 void gemm_prepare_on(const GemmKernels& kernels, const Shape& shape, const float* x, int64_t stride,
                      const int32_t* rows, int tokens, uint8_t* data, int part, int parts) noexcept;
 void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const Matrix& w, const uint8_t* data,
-                      int tokens, const Output& out, int part, int parts) noexcept;
+                      int tokens, const Output& out, int part, int parts, const Sharing& sharing = {}) noexcept;
 
 }  // namespace anyaccel::llm

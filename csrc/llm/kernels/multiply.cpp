@@ -88,9 +88,10 @@ Blocks blocks_of(const Shape& shape, int part, int parts) {
   return {range.begin, range.end};
 }
 
-void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept {
+void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts,
+              const Sharing& sharing) noexcept {
   if (x.gemm()) {
-    gemm_multiply(w, x.data(), x.tokens(), out, part, parts);
+    gemm_multiply(w, x.data(), x.tokens(), out, part, parts, sharing);
     return;
   }
   const Shape& shape = w.shape();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "common/shared_items.h"
 #include "llm/pack/matrix.h"
 
 namespace anyaccel::llm {
@@ -51,11 +52,19 @@ struct Output {
   float scale = 1.0f;
 };
 
+// Where threads take each other's pieces of a product that they compute together, and which call this is: see
+// SharedItems. Without items each has its own part.
+struct Sharing {
+  SharedItems* items = nullptr;
+  uint64_t call = 0;
+};
+
 // What part `part` of `parts` computes of out = W x: every block of rows belongs to exactly one part, the same one in
 // every call with the same numbers (gemv; a thread may use its own rows of the result without a barrier).
 // Matrix products (gemm) divide the tokens too when that is faster: use the result after a barrier only.
 // Rows from shape().rows up to padded_rows() are not written.
-void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept;
+void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts,
+              const Sharing& sharing = {}) noexcept;
 // The blocks of a part of gemv.
 struct Blocks {
   int64_t begin, end;
