@@ -61,7 +61,7 @@ CLIENTS = (
     Client("LlamaIndex", "llama-index-llms-openai-like", "frameworks.py llama_index", ".venv-agents"),
     Client("llm", "llm", "frameworks.py llm", ".venv-agents"),
     Client("smolagents", "smolagents", "frameworks.py smolagents", ".venv-agents"),
-    Client("DSPy", "dspy", "frameworks.py dspy", ".venv-agents"),
+    Client("DSPy", "dspy", "dspy_client.py", ".venv-agents", model=True),
     Client("Inspect", "inspect-ai", "frameworks.py inspect_ai", ".venv-agents"),
     Client("guidellm", "guidellm", "guidellm_client.py", ".venv-guidellm"),
     Client("lm-evaluation-harness", "lm-eval", "lm_eval_client.py", ".venv-eval"),

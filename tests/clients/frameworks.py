@@ -93,8 +93,18 @@ def openai_agents(url: str) -> None:
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
+
+    async def streamed(kind: type) -> str:
+        parts = []
+        model = kind(model="fake", openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY))
+        async for event in Runner.run_streamed(Agent(name="a", model=model), "hello").stream_events():
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                parts.append(event.data.delta)
+        return "".join(parts)
+
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         CITIES.clear()
+        assert asyncio.run(streamed(kind)) == SAID
         model = kind(model="fake", openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY))
         plain = Agent(name="a", model=model)
         assert Runner.run_sync(plain, "hello").final_output == SAID
@@ -164,13 +174,6 @@ def smolagents(url: str) -> None:
     assert call.function.name == "weather" and "Paris" in str(call.function.arguments)
 
 
-def dspy(url: str) -> None:
-    import dspy as library
-
-    client = library.LM("openai/fake", api_base=f"{url}/v1", api_key=KEY, cache=False)
-    assert client("hello") == [SAID]
-
-
 def inspect_ai(url: str) -> None:
     from inspect_ai.model import ChatMessageUser, GenerateConfig, ResponseSchema, get_model
     from inspect_ai.tool import ToolInfo, ToolParams
@@ -196,11 +199,10 @@ def inspect_ai(url: str) -> None:
 ALL = {
     litellm: "answer stream tools structure embeddings",
     pydantic_ai: "answer stream tools structure",
-    openai_agents: "answer tools structure",
+    openai_agents: "answer stream tools structure",
     llama_index: "answer stream tools",
     llm: "answer stream tools structure",
     smolagents: "answer stream tools",
-    dspy: "answer",
     inspect_ai: "answer tools structure",
 }
 

@@ -60,7 +60,15 @@ def main() -> None:
                 max_retries=0,
             )
             assert isinstance(made, wanted), (name, made)
-    print("did: answer tools structure")
+    asking = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    said = [{"role": "user", "content": "A cat has nine lives."}]
+    parts = list(
+        asking.chat.completions.create_partial(
+            model=model, response_model=Cat, messages=said, temperature=0, max_tokens=300, max_retries=0
+        )
+    )
+    assert len(parts) > 1 and parts[-1].kind == "cat" and parts[-1].lives is not None, parts
+    print("did: answer stream tools structure")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 import assert from "node:assert/strict";
 import { spawnSync } from "node:child_process";
-import { mkdtempSync } from "node:fs";
+import { mkdtempSync, readFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -30,5 +30,7 @@ if (name === "promptfoo") {
   const where = { ANTHROPIC_BASE_URL: url, ANTHROPIC_AUTH_TOKEN: "sesame", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1" };
   const said = run(["-p", "hello"], { ...model, ...where });
   assert.match(said, /You said: [^]*hello/);
-  console.log("did: answer stream");
+  run(["-p", "use the shell", "--allowedTools", "Bash"], { ...model, ...where });
+  assert.equal(readFileSync(join(home, "said.txt"), "utf8"), "hello\n");
+  console.log("did: answer stream tools");
 }

@@ -124,8 +124,11 @@ def _answer(request: object) -> str:
     text, asked = _text(prompt), _asked(prompt)
     if asked == "markdown":
         return (_ROOT / "tests" / "data" / "answers" / "markdown.md").read_text()
-    if asked == "weather" and "<tool>" not in text.rpartition("<user>")[2]:  # until its result is there
-        return '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    if "<tool>" not in text.rpartition("<user>")[2]:  # until its result is there
+        if asked == "weather":
+            return '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+        if "use the shell" in asked:  # Claude Code adds what it can do
+            return '<tool_call>{"name": "Bash", "arguments": {"command": "echo hello > said.txt"}}</tool_call>'
     if asked.startswith("person"):  # for clients that ask for an object
         return '{"name": "Ann", "age": 30}'
     return text if asked == "prompt" else f"You said: {asked}"
