@@ -276,12 +276,13 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A model that was given."""
+    """A model that was given; `parent`: the one that an adapter of --lora-modules makes it of."""
 
     path: Path
     names: list[str]
     aliases: list[str]
     lora: str = ""
+    parent: str = ""
 
 
 def _choices(options: argparse.Namespace) -> list[_Choice]:
@@ -289,7 +290,7 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
 
     Raises:
         UsageError: one is not there, or two have the same name.
-        ModelError: a folder of --lora-modules has no adapter that can be added to weights.
+        AnyAccelError: a folder of --lora-modules has no adapter that can be added to the model's weights.
     """
     given: list[str | None] = [*options.given] or [options.model]
     if options.models_dir is not None and given == [None]:
@@ -304,7 +305,7 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
             raise UsageError(
                 f"--lora-modules {module}: must be NAME=FOLDER of an adapter, beside a model that is given"
             )
-        choices.append(_Choice(choices[0].path, [name], [], folder))
+        choices.append(_Choice(choices[0].path, [name], [], folder, choices[0].names[0]))
     for alias in options.alias:
         name, _, model = alias.partition("=")
         named = [each for each in choices if model in (*each.names, *each.aliases)] if model else choices
@@ -316,10 +317,10 @@ def _choices(options: argparse.Namespace) -> list[_Choice]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two models are named {twice!r}; give their folders different names, or start two servers")
     if options.lora_modules:
-        from anyaccel.inference.checkpoints.adapters import check_adapter
+        from anyaccel.inference.native.runtime import open_checkpoint
 
-        for choice in choices[-len(options.lora_modules) :]:
-            check_adapter(Path(choice.lora).expanduser())
+        for choice in choices[-len(options.lora_modules) :]:  # loaded for their first request, but refused now
+            open_checkpoint(choice.path, lora=choice.lora)
     return choices
 
 
@@ -349,7 +350,8 @@ def _open_models(
             return ServedModel(
                 choice.names,
                 choice.aliases,
-                root=choice.path.name,
+                root=Path(choice.lora).name if choice.parent else choice.path.name,
+                parent=choice.parent,
                 size=size_of(choice.path),
                 load=load if several else None,
                 frontend=frontend,

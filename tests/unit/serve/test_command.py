@@ -21,7 +21,7 @@ from anyaccel.cli import main, serve
 from anyaccel.cli._model_options import naming_options
 from anyaccel.cli.serve import build_parser, names_of
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.checkpoints.adapters import CONFIG, WEIGHTS
+from anyaccel.inference.checkpoints.adapters import CONFIG, WEIGHTS, check_adapter
 from anyaccel.serve import listening
 from anyaccel.serve.listening import ServerSettings
 from anyaccel.serve.requests.defaults import SamplingDefaults, read_defaults
@@ -296,6 +296,9 @@ def test_each_adapter_makes_the_first_model_another_one(tmp_path: Path, monkeypa
     opened: list[tuple[Path, str]] = []
     monkeypatch.setattr(
         "anyaccel.serve.engine.opening.open_engine", lambda path, options, *_, **__: opened.append((path, options.lora))
+    )
+    monkeypatch.setattr(
+        "anyaccel.inference.native.runtime.open_checkpoint", lambda _path, lora: check_adapter(Path(lora))
     )
     folders = [tmp_path / name for name in ("dates", "tone")]
     for folder in folders:

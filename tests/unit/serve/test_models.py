@@ -60,7 +60,7 @@ class House:
             self.engines[name] = FakeEngine(f"I am {name}.", facts)
             return Frontend(self.engines[name], ServerTokenizer(ByteTokenizer()), [name], root=f"{name}.gguf")
 
-        return ServedModel([name], root=f"{name}.gguf", size=size, load=load)
+        return ServedModel([name], root=f"{name}.gguf", parent="a" if name == "b" else "", size=size, load=load)
 
     async def ask(self, name: str | None, **more: Any) -> Answer:
         value = {"messages": [{"role": "user", "content": "Who?"}], **({"model": name} if name else {}), **more}
@@ -104,6 +104,7 @@ def test_a_model_is_loaded_when_a_request_names_it() -> None:
         listed = (await house.client.get("/v1/models")).json["data"]
         statuses = {each["id"]: (each["status"]["value"], each["max_model_len"]) for each in listed}
         assert statuses == {"a": ("loaded", 2048), "b": ("loaded", 2048), "c": ("unloaded", None)}
+        assert [each["parent"] for each in listed] == [None, "a", None]
         tags = (await house.client.get("/api/tags")).json["models"]
         assert [(each["name"], each["size"]) for each in tags] == [("a", 10), ("b", 10), ("c", 10)]
         running = (await house.client.get("/api/ps")).json["models"]

@@ -22,7 +22,7 @@ _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight
 # Options of PEFT by which an adapter computes something else than W + scale B A, and ways to begin whose W is another.
 _OTHER_PRODUCTS = (
     "use_dora", "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config",
-    "alora_invocation_tokens", "layer_replication",
+    "layer_replication",
 )  # fmt: skip
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MERGE = "merge it with PEFT (model.merge_and_unload()) and save the whole model"
@@ -149,6 +149,8 @@ def check_adapter(folder: Path) -> Fields:
     values = config.known()
     if other := next((name for name in _OTHER_PRODUCTS if values.get(name)), None):
         raise ModelError(f"{folder}: {other} of {CONFIG} is not merged here; {_MERGE}")
+    if values.get("alora_invocation_tokens"):
+        raise ModelError(f"{folder}: acts from its alora_invocation_tokens on only: no merged weights do the same")
     if str(start := values.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
         raise ModelError(f"{folder}: init_lora_weights={start!r} has changed the model's own weights; {_MERGE}")
     return config

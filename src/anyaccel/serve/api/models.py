@@ -46,6 +46,7 @@ class ServedModel:
         names: responses use the first.
         aliases: further names that requests may use; they are never shown, as a path reveals what is on this machine.
         root: the name of its file or folder.
+        parent: the name of the model that it is with an adapter; "": it is none of that kind.
         size: bytes of its files.
         has_experts: whether those of its experts that do not fit in memory may stay on the disk; None: they may not.
 
@@ -63,6 +64,7 @@ class ServedModel:
         aliases: Sequence[str] = (),
         *,
         root: str = "",
+        parent: str = "",
         size: int = 0,
         load: Load | None = None,
         frontend: Frontend | None = None,
@@ -71,6 +73,7 @@ class ServedModel:
         self.names = names
         self.aliases = aliases
         self.root = root
+        self.parent = parent
         self.size = size
         self.load = load
         self.has_experts = has_experts

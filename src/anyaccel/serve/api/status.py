@@ -29,6 +29,7 @@ def endpoints(models: Models) -> list[Endpoint]:
             "created": model.created,
             "owned_by": "anyaccel",
             "root": model.root or name,
+            "parent": model.parent or None,
             "max_model_len": None if frontend is None else frontend.engine.facts.context or None,
             "default_sampling_params": None if frontend is None else asdict(frontend.defaults),
             "status": {"value": model.status},  # as llama.cpp's server has it
