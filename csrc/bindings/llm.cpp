@@ -383,7 +383,7 @@ void bind_request(nb::module_& m) {
           "take_scores", [](Request& self) { return scores(self.take_scores()); }, no_gil)
       .def(
           "prompt_scores", [](const Request& self) { return scores(self.prompt_scores()); }, no_gil)
-      .def("embedding", &Request::embedding, no_gil)
+      .def("embedding", &Request::embedding, nb::arg("normalize") = true, no_gil)
       .def(
           "copy_logits", [](const Request& self, uintptr_t address) { self.copy_logits(pointer<float>(address)); },
           nb::arg("address"), no_gil);

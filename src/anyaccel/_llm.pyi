@@ -58,7 +58,7 @@ class Request:
     # (token, log-probability, the likeliest ones), of the answer's tokens since the last call, and of the prompt's.
     def take_scores(self) -> list[tuple[int, float, list[tuple[int, float]]]]: ...
     def prompt_scores(self) -> list[tuple[int, float, list[tuple[int, float]]]]: ...
-    def embedding(self) -> list[float]: ...  # once the prompt has been processed
+    def embedding(self, normalize: bool = True) -> list[float]: ...  # once the prompt has been processed
     def copy_logits(self, address: int) -> None: ...  # [vocab] float32 of the last step, before sampling changed them
 
 class Model:

@@ -65,8 +65,8 @@ EVERYBODYS = {
 # The rooms of a part and what stands beside them; each imports only those before it, for types too.
 ROOMS = {
     "inference": (
-        "options", "spec", "checkpoints", "text", "families", "modules", "native", "encoders", "device", "generic",
-        "hf", "opening", "engine", "generate", "own_code", "calibration", "quantize", "ranks",
+        "options", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic",
+        "encoders", "hf", "opening", "engine", "generate", "own_code", "calibration", "quantize", "ranks",
     ),
     "launch": (
         "counts", "host_name", "job", "limits", "output", "failure", "pid_file", "processes", "small_file",

@@ -387,7 +387,7 @@ void Request::pool(const float* hidden, int64_t width, int64_t position, int64_t
   pooled_tokens_ += count - passed;
 }
 
-std::vector<float> Request::embedding() const {
+std::vector<float> Request::embedding(bool normalize) const {
   const auto held = model_->lock();
   if (pooled_.empty() || finished_ == Finish::no) throw UsageError("embedding: no hidden states have been pooled");
   double squares = 0;
@@ -395,9 +395,10 @@ std::vector<float> Request::embedding() const {
   const double norm = std::sqrt(squares);
   if (!std::isfinite(norm))
     throw ModelError("the model's hidden states are NaN or infinite: try another dtype, such as fp32");
+  const double divisor = !normalize ? static_cast<double>(pooled_tokens_) : norm > 0 ? norm : 1;
   std::vector<float> result;
   result.reserve(pooled_.size());
-  for (const double value : pooled_) result.push_back(static_cast<float>(norm > 0 ? value / norm : value));
+  for (const double value : pooled_) result.push_back(static_cast<float>(value / divisor));
   return result;
 }
 

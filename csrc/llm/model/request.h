@@ -121,7 +121,8 @@ class Request {
   // The log-probabilities of the prompt's tokens from the second on: nothing predicts the first one.
   std::vector<TokenScore> prompt_scores() const;
   // The result for the goals `mean` and `last`, [hidden], once the prompt has been processed. Else throws UsageError.
-  std::vector<float> embedding() const;
+  // `normalize`: of length 1.
+  std::vector<float> embedding(bool normalize = true) const;
 
  private:
   friend class Model;

@@ -36,7 +36,7 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.hub import PREFIX, HubName
 from anyaccel.inference.checkpoints.identity import size_of
 from anyaccel.inference.checkpoints.model_path import check_decoder_only, models_in
-from anyaccel.inference.encoders.opening import is_encoder
+from anyaccel.inference.encoders.opening import reads_whole_texts
 from anyaccel.inference.ranks.background import BackgroundTask
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
     listening.check(settings)
     choices = _choices(options)
     for choice in choices:
-        if not is_encoder(choice.path):
+        if not reads_whole_texts(choice.path):
             check_decoder_only(choice.path)
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):

@@ -10,12 +10,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import encoder_models
 import family_cases
 from anyaccel.cli import main
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.encoders.embedder import Embedder, Reranker
 from anyaccel.inference.options import ModelOptions
 from anyaccel.inference.spec.mapping import Unsupported
@@ -63,16 +64,7 @@ def test_a_linear_behind_the_pooling(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     make(tmp_path, "mpnet")
     encoder_models.add_modules(tmp_path)
-    torch.manual_seed(0)
-    (tmp_path / "3_Dense").mkdir()
-    values = {"linear.weight": torch.randn(16, 64), "linear.bias": torch.randn(16)}
-    save_file(values, tmp_path / "3_Dense" / "model.safetensors")
-    activation = "torch.nn.modules.activation.Tanh"
-    config = {"in_features": 64, "out_features": 16, "bias": True, "activation_function": activation}
-    (tmp_path / "3_Dense" / "config.json").write_text(json.dumps(config))
-    modules = json.loads((tmp_path / "modules.json").read_text())
-    modules.insert(2, {"idx": 3, "name": "dense", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    add_dense(tmp_path, 16, "torch.nn.modules.activation.Tanh")
     wanted = library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
     numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted, atol=1e-4)
 
@@ -102,6 +94,103 @@ def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
         numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted.float().numpy(), atol=1e-4)
     with pytest.raises(Unsupported, match="pooling max of a causal model"):
         Embedder(tmp_path, FP32, pooling="max")
+
+
+def add_dense(folder: Path, size: int, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes a linear behind what a folder's modules.json has so far; returns its weight and bias."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(size, 64), torch.randn(size)
+    (folder / "3_Dense").mkdir()
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "3_Dense" / "model.safetensors")
+    config = {"in_features": 64, "out_features": size, "bias": True, "activation_function": activation}
+    (folder / "3_Dense" / "config.json").write_text(json.dumps(config))
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.insert(2, {"idx": 3, "name": "dense", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return weight, bias
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_causal_model_with_a_linear_behind_the_pooling(tmp_path: Path, normalize: bool) -> None:
+    """As Stella: the mean of hidden states, and lengths that are not 1."""
+    config = transformers.Qwen2Config(**encoder_models._SIZES, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = transformers.Qwen2Model(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    encoder_models.add_modules(tmp_path, "mean", normalize)
+    weight, bias = add_dense(tmp_path, 16, "torch.nn.modules.linear.Identity")
+    wanted = torch.stack([hidden_of(model, tokenizer, text).mean(0) @ weight.T + bias for text in TEXTS])
+    if normalize:
+        wanted = torch.nn.functional.normalize(wanted, dim=1)
+    embedder = Embedder(tmp_path, FP32)
+    assert embedder.size == 16
+    numpy.testing.assert_allclose(embedder.embed(TEXTS), wanted.numpy(), atol=1e-4)
+
+
+ALBERT = {**encoder_models._SIZES, "embedding_size": 32}
+T5 = {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(("kind", "values"), [("Albert", ALBERT), ("T5", T5)])
+def test_an_encoder_without_a_native_family(
+    tmp_path: Path, kind: str, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As paraphrase-albert and Instructor: transformers' code, in batches with padding."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    model = getattr(transformers, "AlbertModel" if kind == "Albert" else "T5EncoderModel")(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path)
+    encoder_models.add_modules(tmp_path, "mean")
+    wanted = torch.stack([hidden_of(model, tokenizer, text).mean(0) for text in TEXTS])
+    wanted = torch.nn.functional.normalize(wanted, dim=1)
+    embedder = Embedder(tmp_path, FP32)
+    numpy.testing.assert_allclose(embedder.embed(TEXTS), wanted.numpy(), atol=1e-4)
+    assert embedder.embed([]).shape == (0, 64)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    capsys.readouterr()
+    assert main(["embed", str(tmp_path / "a.txt"), "--model", str(tmp_path), "--dtype", "fp32", "-q"]) == 0
+    shown = numpy.array([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    numpy.testing.assert_allclose(shown, wanted.numpy(), atol=1e-4)
+
+
+def test_a_model_of_pictures_says_so(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(text_config={**sizes, "vocab_size": 99}, vision_config={**sizes, "image_size": 32})
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    encoder_models.add_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="CLIPModel: it does not read texts alone"):
+        Embedder(tmp_path, FP32).embed(TEXTS)
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("kind", ["Albert", "Qwen3"])
+def test_a_classifier_without_a_native_family_scores_pairs(tmp_path: Path, kind: str, pads: bool) -> None:
+    torch.manual_seed(0)
+    more = ALBERT if kind == "Albert" else {**encoder_models._SIZES, "num_key_value_heads": 2, "head_dim": 16}
+    padding = {"pad_token_id": 0} if pads or kind == "Albert" else {}
+    config = getattr(transformers, f"{kind}Config")(**more, num_labels=1, **padding)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = encoder_models.add_tokenizer(tmp_path, types=kind == "Albert")
+    wanted = []
+    for text in TEXTS:
+        with torch.no_grad():
+            wanted.append(float(torch.sigmoid(model(**tokenizer(TEXTS[2], text, return_tensors="pt")).logits[0, 0])))
+    numpy.testing.assert_allclose(Reranker(tmp_path, FP32).scores(TEXTS[2], TEXTS), wanted, atol=1e-4)
+
+
+def test_a_folder_with_a_vocabulary_only(tmp_path: Path) -> None:
+    """As checkpoints before tokenizer.json: transformers makes a tokenizer of the library tokenizers of it."""
+    model = encoder_models.build("bert")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join([*encoder_models.SPECIAL, *encoder_models.WORDS]) + "\n")
+    values = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 128}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    wanted = torch.stack([hidden_of(model, tokenizer, text).mean(0) for text in TEXTS])
+    numpy.testing.assert_allclose(Embedder(tmp_path, FP32).embed(TEXTS), wanted.numpy(), atol=1e-4)
 
 
 def test_a_causal_model_without_a_head(tmp_path: Path) -> None:
@@ -158,7 +247,7 @@ def test_a_causal_model_answers_yes_or_no(tmp_path: Path, monkeypatch: pytest.Mo
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
         assert score == pytest.approx(float(torch.softmax(logits[[no, yes]], 0)[1]), abs=1e-4)
-    assert reranker.native.model.cache_used_bytes == 0
+    assert judge.native.model.cache_used_bytes == 0
 
 
 def test_models_that_score_no_pairs(tmp_path: Path) -> None:

@@ -123,6 +123,21 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(model.encode(TEXTS, batch_size=3), wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["AlbertModel", "Qwen3Model"])
+def test_sentence_transformers_with_models_of_their_own_code(tmp_path: Path, kind: str) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    config = getattr(transformers, kind).config_class(**encoder_models._SIZES, num_key_value_heads=2, embedding_size=32)
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).eval().save_pretrained(tmp_path)
+    encoder_models.add_tokenizer(tmp_path)
+    encoder_models.add_modules(tmp_path, "mean" if kind == "AlbertModel" else "last")
+    add_to_sentence_transformers()
+    wanted = library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
+    model = library.SentenceTransformer(str(tmp_path), device="cpu", backend="anyaccel")
+    assert any(type(module).__name__ == "PackedLinear" for module in model.modules())
+    numpy.testing.assert_allclose(model.encode(TEXTS, batch_size=3), wanted, atol=1e-4)
+
+
 def _sentence_model(folder: Path) -> Any:
     """A folder of sentence-transformers, and what that library makes of TEXTS with it."""
     library = pytest.importorskip("sentence_transformers")

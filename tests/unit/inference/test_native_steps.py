@@ -214,6 +214,7 @@ def test_hidden_states_are_those_of_transformers(llama: Any, goal: str) -> None:
         while not request.finished:
             llama.step([request, beside], [64, 0])
         assert torch.allclose(torch.tensor(request.embedding()), expected, atol=1e-4)
+        assert torch.allclose(torch.tensor(request.embedding(normalize=False)), pooled, atol=1e-4)
 
 
 def test_masks_and_biases_decide_what_may_come(llama: Any) -> None:

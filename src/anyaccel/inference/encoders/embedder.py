@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings of texts, and how well texts answer a query: by encoders, and by causal models that were trained for it.
 
-Torch-free.
+Torch-free, but for models that run their own code.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.encoders.model import Encoder
-from anyaccel.inference.encoders.opening import config_of, is_encoder
+from anyaccel.inference.encoders.opening import config_of, is_encoder, is_of_own_code, reads_whole_texts
 from anyaccel.inference.encoders.pooling import POOLINGS, Pooling, read_pooling
 from anyaccel.inference.encoders.tokens import EncoderTokenizer, Tokens
-from anyaccel.inference.native.runtime import Callbacks, NativeModel, Progress, load_native
+from anyaccel.inference.native.runtime import Callbacks, Progress, load_native
 from anyaccel.inference.options import DEFAULTS, ModelOptions
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.validation import Fields, read_json
+
+if TYPE_CHECKING:
+    from anyaccel.inference.encoders.own_code import OwnCode
+
+logger = logging.getLogger(__name__)
 
 Array = numpy.ndarray[Any, Any]
 
@@ -46,6 +52,7 @@ class Embedder:
         normalize: likewise: whether embeddings have length 1.
 
     Attributes:
+        states: the model.
         prompts: names of texts that are put before those to embed, such as "query".
 
     Raises:
@@ -63,15 +70,15 @@ class Embedder:
         folder = Path(folder).expanduser()
         if pooling is not None and pooling not in POOLINGS:
             raise UsageError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
-        self._states = states_of(folder, options, progress)
-        said = read_pooling(folder) or self._states.usual
+        self.states = states_of(folder, options, progress)
+        said = read_pooling(folder) or self.states.usual
         self.pooling = replace(
             said,
             modes=said.modes if pooling is None else (pooling,),
             normalize=said.normalize if normalize is None else normalize,
         )
-        self._states.check(self.pooling)
-        self.tokenizer = EncoderTokenizer(folder, self._states.native.spec.max_tokens)
+        self.states.check(self.pooling)
+        self.tokenizer = EncoderTokenizer(folder, self.states.max_tokens)
         file = folder / "config_sentence_transformers.json"
         config = Fields(read_json(file) if file.is_file() else {}, f"{file}: ")
         given = config.mapping("prompts")
@@ -79,16 +86,11 @@ class Embedder:
         self.default_prompt = config.text("default_prompt_name", "")
 
     @property
-    def native(self) -> NativeModel:
-        """The model that computes."""
-        return self._states.native
-
-    @property
     def size(self) -> int:
         """Values of an embedding."""
         if self.pooling.layers:
             return int(self.pooling.layers[-1].weight.shape[0])
-        return self.native.spec.hidden * len(self.pooling.modes)
+        return self.states.hidden * len(self.pooling.modes)
 
     def prompt(self, name: str | None) -> str:
         """The text of a named prompt; the folder's default one for None.
@@ -110,7 +112,7 @@ class Embedder:
 
     def embed_tokens(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Array:
         """As `embed`, of tokens."""
-        return self._states.embed(texts, types, self.pooling)
+        return self.states.embed(texts, types, self.pooling)
 
     def embed_each(self, texts: Sequence[Sequence[int]]) -> list[Array]:
         """The hidden states of each text's tokens, [tokens, values].
@@ -118,7 +120,7 @@ class Embedder:
         Raises:
             UsageError: the model is no encoder.
         """
-        encoder = getattr(self._states, "encoder", None)
+        encoder = getattr(self.states, "encoder", None)
         if encoder is None:
             raise UsageError("embeddings of tokens are an encoder's; a causal model has those of texts")
         counts = [len(text) for text in texts]
@@ -137,8 +139,12 @@ def embedding_cuts(folder: Path, size: int) -> Sequence[int]:
 class HiddenStates(Protocol):
     """A model whose hidden states are pooled."""
 
-    native: NativeModel
     usual: Pooling  # where nothing says another one
+    hidden: int  # values of each
+    max_tokens: int  # of a text; 0: no limit
+    vocabulary: int
+    threads: int
+    weight_bytes: int
 
     def check(self, pooling: Pooling) -> None:
         """Raise UsageError for a pooling that it has not."""
@@ -148,16 +154,32 @@ class HiddenStates(Protocol):
 
 
 def states_of(folder: Path, options: ModelOptions, progress: Progress | None = None) -> HiddenStates:
-    """The encoder or causal model of a folder."""
-    return _EncoderStates(folder, options, progress) if is_encoder(folder) else _CausalStates(folder, options, progress)
+    """The encoder or causal model of a folder, on its own code where there is no native family."""
+    if not is_encoder(folder) and not is_of_own_code(folder):
+        return _CausalStates(folder, options, progress)
+    encoder = _encoder(folder, options, False, progress)
+    return _EncoderStates(encoder) if isinstance(encoder, Encoder) else encoder
+
+
+def _encoder(folder: Path, options: ModelOptions, head: bool, progress: Progress | None) -> Encoder | OwnCode:
+    """The native encoder of a folder, with its head for sequence classification if any; else the model's own code."""
+    if is_encoder(folder):
+        try:
+            return Encoder(folder, options, head, progress)
+        except Unsupported as lacking:  # a size or an option that its family has elsewhere
+            logger.info("%s: %s", folder, lacking)
+    from anyaccel.inference.encoders.own_code import OwnCode
+
+    return OwnCode(folder, options, head)
 
 
 class _EncoderStates:
     usual = Pooling(("mean",))
 
-    def __init__(self, folder: Path, options: ModelOptions, progress: Progress | None) -> None:
-        self.encoder = Encoder(folder, options, progress=progress)
-        self.native = self.encoder.native
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.hidden, self.max_tokens, self.vocabulary = encoder.hidden, encoder.max_tokens, encoder.vocabulary
+        self.threads, self.weight_bytes = encoder.threads, encoder.weight_bytes
 
     def check(self, pooling: Pooling) -> None:
         """It has them all."""
@@ -171,7 +193,7 @@ class _EncoderStates:
             if found is None:
                 found = numpy.empty((len(texts), pooled.shape[1]), numpy.float32)
             found[group] = pooled
-        return numpy.zeros((0, self.native.spec.hidden), numpy.float32) if found is None else found
+        return numpy.zeros((0, self.hidden), numpy.float32) if found is None else found
 
 
 class _CausalStates:
@@ -183,21 +205,19 @@ class _CausalStates:
         if options.ranks > 1:
             raise UsageError(f"{options.rank_options}: embeddings are made in one process; `anyaccel serve` has ranks")
         self.native = load_native(folder, options, callbacks=Callbacks(progress), headless=True)
+        spec, model = self.native.spec, self.native.model
+        self.hidden, self.max_tokens, self.vocabulary = spec.hidden, spec.max_tokens, spec.vocab
+        self.threads, self.weight_bytes = model.threads, model.weight_bytes
 
     def check(self, pooling: Pooling) -> None:
-        if pooling.modes not in (("mean",), ("last",)) or pooling.layers or not pooling.normalize:
-            what = f"pooling {'+'.join(pooling.modes)}"
-            if pooling.layers:
-                what += " with linears behind it"
-            if not pooling.normalize:
-                what += " without normalising"
-            raise Unsupported(f"{what} of a causal model")
+        if pooling.modes not in (("mean",), ("last",)):
+            raise Unsupported(f"pooling {'+'.join(pooling.modes)} of a causal model")
 
     def embed(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, pooling: Pooling) -> Array:
         from anyaccel import _llm
 
         model = self.native.model
-        found = numpy.empty((len(texts), self.native.spec.hidden), numpy.float32)
+        found = numpy.empty((len(texts), self.hidden), numpy.float32)
         for first in range(0, len(texts), _TEXTS_AT_ONCE):
             requests = [
                 _llm.Request(model, list(text), {"goal": pooling.modes[0]})
@@ -206,8 +226,8 @@ class _CausalStates:
             while left := [each for each in requests if not each.finished]:
                 model.step(left)
             for number, request in enumerate(requests, first):
-                found[number] = request.embedding()
-        return found
+                found[number] = request.embedding(normalize=False)
+        return pooling.behind(found)
 
 
 @dataclass(frozen=True)
@@ -226,9 +246,10 @@ class TextClassifier:
     """Sorts texts into classes, or scores pairs of texts where it has one class: a cross-encoder.
 
     Args:
-        folder: of a Hugging Face encoder with a head for sequence classification.
+        folder: of a Hugging Face model with a head for sequence classification.
 
     Attributes:
+        encoder: the model.
         labels: names of the classes.
 
     Raises:
@@ -236,29 +257,28 @@ class TextClassifier:
     """
 
     def __init__(self, folder: Path, options: ModelOptions = DEFAULTS, progress: Progress | None = None) -> None:
-        encoder = Encoder(folder, options, head=True, progress=progress)
-        if encoder.classifier is None:
+        encoder = _encoder(folder, options, True, progress)
+        if not encoder.labels:
             raise UsageError(f"{folder}: the model has no head that scores pairs of texts; `anyaccel embed` is for it")
-        self._encoder = encoder
-        self.native = encoder.native
+        self.encoder = encoder
         self.tokenizer = EncoderTokenizer(folder, encoder.max_tokens)
         config = config_of(folder)
         self._score = _activation(config)
-        self._of_one = encoder.classifier.labels == 1 or config.get("problem_type") == "multi_label_classification"
+        self._of_one = encoder.labels == 1 or config.get("problem_type") == "multi_label_classification"
         named = config.get("id2label")
         names = named if isinstance(named, Mapping) else {}
-        self.labels = [str(names.get(str(each), f"LABEL_{each}")) for each in range(encoder.classifier.labels)]
+        self.labels = [str(names.get(str(each), f"LABEL_{each}")) for each in range(encoder.labels)]
 
     def pairs(self, query: str, texts: Sequence[str]) -> Tokens:
         """What is read of a query and each text: tokens, and their types."""
         tokens, types = self.tokenizer.pairs(query, texts)
-        if not (self._encoder.family.marks_texts and self.tokenizer.marks_texts):
+        if not (self.encoder.marks_texts and self.tokenizer.marks_texts):
             types = [[0] * len(text) for text in tokens]
         return tokens, types
 
     def logits(self, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> Array:
         """[texts, classes]."""
-        return self._encoder.logits(tokens, types)
+        return self.encoder.logits(tokens, types)
 
     def scores(self, logits: Array) -> Array:
         """The scores of pairs, of their logits."""
@@ -292,7 +312,7 @@ class Reranker:
     ) -> None:
         folder = Path(folder).expanduser()
         self._score: Callable[[str, Sequence[str]], Array]
-        if is_encoder(folder):
+        if reads_whole_texts(folder):
             if instruction is not None:
                 raise UsageError("instruction: a cross-encoder takes none")
             classifier = TextClassifier(folder, options, progress)
@@ -300,11 +320,10 @@ class Reranker:
                 raise UsageError(
                     f"{folder}: the model sorts texts into {len(classifier.labels)} classes, and scores none"
                 )
-            self.native = classifier.native
             self._score = lambda query, texts: classifier.scores(classifier.logits(*classifier.pairs(query, texts)))
         else:
             judge = _Judge(folder, options, INSTRUCTION if instruction is None else instruction, progress)
-            self.native, self._score = judge.native, judge.scores
+            self._score = judge.scores
 
     def scores(self, query: str, texts: Sequence[str]) -> Array:
         """The score of each text."""

@@ -57,6 +57,31 @@ class Encoder:
         return self.native.spec.hidden
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return self.native.spec.vocab
+
+    @property
+    def threads(self) -> int:
+        """That compute."""
+        return self.native.model.threads
+
+    @property
+    def weight_bytes(self) -> int:
+        """In memory."""
+        return self.native.model.weight_bytes
+
+    @property
+    def labels(self) -> int:
+        """Classes of its head; 0 without one."""
+        return 0 if self.classifier is None else self.classifier.labels
+
+    @property
+    def marks_texts(self) -> bool:
+        """Whether the family tells apart the texts of a pair."""
+        return self.family.marks_texts
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens of a text."""
         return self.native.spec.max_tokens

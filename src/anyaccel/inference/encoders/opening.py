@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.registry import is_encoder_family
+from anyaccel.inference.families.registry import FAMILIES, is_encoder_family
 from anyaccel.validation import read_json
 
 # Of transformers' classes of these families. A folder of a masked LM is used as the encoder in it.
@@ -26,6 +26,29 @@ def is_encoder(model: Any) -> bool:
     if config is None or isinstance(config, Mapping) or not type(model).__name__.endswith(_CLASSES):
         return False
     return is_encoder_family(config.to_dict()) and not getattr(config, "is_decoder", False)
+
+
+def reads_whole_texts(folder: Path) -> bool:
+    """Whether a folder is of an encoder or classifier, native or not: of what makes no text."""
+    return is_encoder(folder) or is_of_own_code(folder) or scores_texts(folder)
+
+
+def scores_texts(folder: Path) -> bool:
+    """Whether a folder is, by the class that it names, of a classifier of texts."""
+    return _named(config_of(folder)).endswith("ForSequenceClassification")
+
+
+def is_of_own_code(folder: Path) -> bool:
+    """Whether neither a native encoder nor a native decoder makes embeddings of a folder's model."""
+    config = config_of(folder)
+    name = _named(config)
+    encodes = name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel")
+    return encodes and not is_encoder_config(config) and config.get("model_type") not in FAMILIES
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def is_encoder_config(config: Mapping[str, Any], classes: tuple[str, ...] = (*_CLASSES, "ForMaskedLM")) -> bool:

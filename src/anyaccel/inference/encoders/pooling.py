@@ -50,7 +50,10 @@ class Pooling:
         """Embeddings [texts, values] of hidden states [tokens, hidden] of texts with so many tokens."""
         sizes = numpy.asarray(counts)
         firsts = numpy.cumsum([0, *counts[:-1]])
-        x = numpy.concatenate([_MODES[mode](hidden, firsts, sizes) for mode in self.modes], axis=1)
+        return self.behind(numpy.concatenate([_MODES[mode](hidden, firsts, sizes) for mode in self.modes], axis=1))
+
+    def behind(self, x: Array) -> Array:
+        """Embeddings [texts, values] of pooled hidden states [texts, values]."""
         for layer in self.layers:
             x = layer(x)
         return normalized(x) if self.normalize else x

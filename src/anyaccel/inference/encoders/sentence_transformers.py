@@ -15,6 +15,8 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.extras import pip_line
 from anyaccel.inference.encoders.model import Encoder
 from anyaccel.inference.encoders.module import NativeEncoderModel
+from anyaccel.inference.encoders.opening import is_encoder
+from anyaccel.inference.encoders.own_code import pack_module
 from anyaccel.inference.options import ModelOptions, dtype_name
 
 BACKEND = "anyaccel"
@@ -51,6 +53,11 @@ def _wrapped(load: Callable[..., Any]) -> Callable[..., Any]:
         if task not in ("feature-extraction", "sequence-classification"):
             raise UsageError(f"{name}: backend='anyaccel' has no {task!r}")
         more = {**bound.arguments.get("model_kwargs", {}), **bound.arguments.get("model_args", {})}
+        if not is_encoder(name):  # a causal model, or one without a native family
+            bound.arguments["backend"] = "torch"
+            module = load(*bound.args, **bound.kwargs)
+            pack_module(module, _options(more))
+            return module
         encoder = Encoder(name, _options(more), head=task == "sequence-classification")
         if task == "sequence-classification" and encoder.classifier is None:
             raise UsageError(f"{name}: the model has no head for sequence classification")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.text.tokenizer import TextTokenizer, load_text_tokenizer
+from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.validation import Fields, read_json
 
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # transformers 5: without types unless the file says so
@@ -21,7 +21,7 @@ class EncoderTokenizer:
     """A folder's tokenizer, which cuts what is longer than the model takes.
 
     Args:
-        folder: with a tokenizer.json.
+        folder: with a tokenizer.json, or another file of which transformers makes one of the library tokenizers.
         longest: the most tokens that the model takes; 0: no limit of its own.
 
     Attributes:
@@ -34,7 +34,7 @@ class EncoderTokenizer:
 
     def __init__(self, folder: Path, longest: int = 0) -> None:
         given = load_text_tokenizer(folder)
-        if not isinstance(given, TextTokenizer):
+        if given.library is None:
             raise ModelError(f"{folder}: there is no tokenizer.json, which an encoder's texts need")
         self._given = given
         sentence = _fields(folder / "sentence_bert_config.json")

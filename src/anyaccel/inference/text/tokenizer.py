@@ -220,6 +220,15 @@ class TransformersTokenizer:
         self._tokenizer = tokenizer
         self.special: dict[str, str] = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
 
+    @property
+    def library(self) -> Any:
+        """The tokenizer of the library tokenizers in it; None where it is written in Python."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
+    def check(self, text: str) -> None:
+        """Raise UsageError for a text with bytes that are not UTF-8."""
+        _check_text(text)
+
     def _sources(self) -> dict[str, str]:
         found = self._tokenizer.chat_template or {}
         return dict(found) if isinstance(found, Mapping) else {_DEFAULT: str(found)}

@@ -84,15 +84,16 @@ class EncoderEngine:
         else:
             made = self._embedder = Embedder(path, options, progress=screen.progress)
             size, what = made.size, f"embeddings by the {'+'.join(made.pooling.modes)} of hidden states"
-        native, tokenizer = made.native, made.tokenizer
+        model = made.encoder if isinstance(made, TextClassifier) else made.states
+        tokenizer = made.tokenizer
         self.facts = ModelFacts(
             context=tokenizer.longest,
-            vocabulary=native.spec.vocab,
+            vocabulary=model.vocabulary,
             ends=frozenset(),
             hidden=size,
             dtype=options.dtype,
-            plan=(f"plan: an encoder on {native.model.threads} threads, {what}",),
-            weight_bytes=native.model.weight_bytes,
+            plan=(f"plan: an encoder on {model.threads} threads, {what}",),
+            weight_bytes=model.weight_bytes,
             pooling="+".join(self._embedder.pooling.modes) if self._embedder else "",
             cuts=embedding_cuts(path, size) if self._embedder else (),
         )

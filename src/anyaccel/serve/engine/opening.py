@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import host_memory
-from anyaccel.inference.encoders.opening import is_encoder
+from anyaccel.inference.encoders.opening import reads_whole_texts
 from anyaccel.serve.engine.decoders import open_decoder
 from anyaccel.serve.engine.encoder import EncoderEngine
 from anyaccel.serve.engine.engine import ServingEngine
@@ -46,7 +46,7 @@ def open_engine(
         AnyAccelError: the model cannot be read.
     """
     chosen = settings or EngineSettings()
-    if is_encoder(path):
+    if reads_whole_texts(path):
         return EncoderEngine(path, options, screen, chosen)
     if chosen.replicas == 0:
         from anyaccel.topology import read_machine
