@@ -22,10 +22,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +47,7 @@ _FEATURES = (
     "n_inner",
     "dff",
     "ffn_hidden_size",
+    "hidden_dim",
     "encoder_ffn_dim",
     "decoder_ffn_dim",
     "intermediate_size_mlp",
@@ -128,8 +128,64 @@ MEDIUM: dict[str, Any] = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 64,
 }
-# Of models that classify texts or encode them, what no other has. None: not given, as some take no such size.
+# About a billion, for benchmarks/own_code.py --native.
+LARGE: dict[str, Any] = {
+    **MEDIUM,
+    **dict.fromkeys(_WIDTH, 2048),
+    **dict.fromkeys(_FEATURES, 8192),
+    **dict.fromkeys(_DEPTH, 16),
+    **dict.fromkeys(_HEADS, 16),
+    "head_dim": 128,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+# What no other model has. None: not given, as some take no such size.
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_hidden_layers": 6, "layer_group_size": 3, "num_shared_experts": 1, "num_expert_group": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "first_k_dense_replace": 1,
+        "index_topk": 8,
+        "index_head_dim": 16,
+        "index_n_heads": 4,
+        "shared_experts_intermediate_size": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 10,
+    },
+    "longcat_flash": {
+        "head_dim": 8,
+        "qk_head_dim": 20,
+        "num_key_value_heads": 4,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 2,
+    },
+    "prophetnet": {"num_hidden_layers": None},
+    "qwen4_exp_text": {
+        "hc_lowrank": 8,
+        "ple_embed_dim": 48,
+        "ngram_vocab_size_base": 100,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "xlstm": {"v_head_dim": None, "hidden_size": 128, "embedding_dim": 128},
+    "zamba": {"num_hidden_layers": 12, "attention_hidden_size": 96, "attention_head_dim": 24},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "esmc": {"head_dim": None, "num_key_value_heads": 4},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1], "d_head": 12, "d_inner": 64},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 8, "input_size": 32},
@@ -142,7 +198,88 @@ _OWN: dict[str, dict[str, Any]] = {
     "xlnet": {"max_position_embeddings": None, "d_inner": 64},
     "xmod": {"default_language": "en_XX"},
 }
-_MOST_PARAMETERS = 10_000_000  # of small sizes; of medium ones 50 times as many
+# The same, of medium sizes.
+_OWN_MEDIUM: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 4, "num_shared_experts": 1, "num_expert_group": 2},
+    "cohere_compass_text": _OWN["cohere_compass_text"],
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 4, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 512, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "first_k_dense_replace": 1,
+        "index_topk": 256,
+        "index_head_dim": 64,
+        "index_n_heads": 8,
+        "shared_experts_intermediate_size": 512,
+        "swa_num_attention_heads": 12,
+        "swa_num_key_value_heads": 12,
+        "swa_q_lora_rank": 384,
+        "swa_kv_lora_rank": 256,
+        "swa_head_dim": 96,
+        "swa_qk_nope_head_dim": 64,
+        "swa_v_head_dim": 64,
+    },
+    "esmc": {"head_dim": None, "num_key_value_heads": 12},
+    "funnel": {"num_hidden_layers": None, "block_sizes": [4, 4, 4], "d_head": 64, "d_inner": 2048},
+    "gpt_neo": {"attention_types": [[["global", "local"], 6]]},
+    "longcat_flash": {
+        "num_layers": 4,
+        "head_dim": 32,
+        "qk_head_dim": 96,
+        "num_key_value_heads": 12,
+        "expert_ffn_hidden_size": 512,
+        "zero_expert_num": 4,
+    },
+    "luke": {"entity_vocab_size": 32000, "entity_emb_size": 256},
+    "mobilebert": {"num_attention_heads": 4},
+    "neomme": {"head_dim": 64, "embedding_rank": 256},
+    "perceiver": {
+        "d_latents": 768,
+        "num_latents": 64,
+        "num_self_attends_per_block": 11,
+        "num_self_attention_heads": 12,
+    },
+    "prophetnet": {"num_hidden_layers": None},
+    "qwen4_exp_text": {
+        "hc_lowrank": 64,
+        "ple_embed_dim": 768,
+        "ngram_vocab_size_base": 1000,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 256,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {
+        "attention_head_size": 64,
+        "axial_pos_embds": False,
+        "feed_forward_size": 2048,
+        "hash_seed": 0,
+        "attn_layers": ["local", "lsh"] * 6,
+    },
+    "roc_bert": {"shape_vocab_size": 32000, "pronunciation_vocab_size": 1000, "shape_embed_dim": 256},
+    "t5": {"decoder_start_token_id": 0},
+    "xlnet": {"max_position_embeddings": None, "d_inner": 2048},
+    "xlstm": {"v_head_dim": None, "num_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 1536, "attention_head_dim": 128},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 256},
+}
+# Why others are not tried; what fails in transformers' code here for any other reason is listed with its error.
+_UNTRIED = {
+    "blt": "transformers' code asks its configuration for layers that it has not",
+    "dots3_note": "pictures and sound have sizes of other names; its text part, `dots3_note_text`, is tried",
+    "gemma4_assistant": "it drafts tokens for a Gemma 4, and reads that model's keys and values",
+    "gemma4_unified_assistant": "it drafts tokens for a Gemma 4, and reads that model's keys and values",
+    "layoutlmv2": "transformers' code needs detectron2, which is not on PyPI",
+    "musicgen": "a model of sound: `AutoModelForCausalLM` does not build it from its configuration",
+    "musicgen_melody": "a model of sound: `AutoModelForCausalLM` does not build it from its configuration",
+}
 _TOKENS = 12
 _STEPS = 3
 
@@ -160,6 +297,15 @@ class Found:
     why: str = ""
 
 
+def _own(model_type: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy((_OWN if sizes is _SMALL else _OWN_MEDIUM).get(model_type, {}))
+
+
+def _most(sizes: Mapping[str, Any]) -> int:
+    """Parameters, beyond which a model has sizes of other names too."""
+    return 10_000_000 if sizes is _SMALL else 700_000_000 if sizes is MEDIUM else 2_500_000_000
+
+
 def _small(values: dict[str, Any], sizes: Mapping[str, Any] = _SMALL) -> dict[str, Any]:
     """Small sizes for those that a configuration has, and for the configurations in it."""
     small = {name: value for name, value in sizes.items() if name in values}
@@ -168,27 +314,35 @@ def _small(values: dict[str, Any], sizes: Mapping[str, Any] = _SMALL) -> dict[st
         small |= {name: sizes["num_attention_heads"] for name in ("num_key_value_heads",) if name in values}
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[name] = {"model_type": value["model_type"], **_small(value, sizes)}
+            kind = value["model_type"]
+            small[name] = {"model_type": kind, **_small(value, sizes), **_own(kind, sizes)}
     return small
 
 
-def _shrunk(kind: type, own: Mapping[str, Any] = MappingProxyType({}), sizes: Mapping[str, Any] = _SMALL) -> Any:
+def _shrunk(model_type: str, sizes: Mapping[str, Any]) -> Any:
     """A configuration with small sizes where it has names for them."""
-    config: Any = kind()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[model_type]
+    config = kind()
     aliases = {name: None for name in _SMALL if name not in config.to_dict() and hasattr(config, name)}
-    return kind(
-        **{
-            name: value
-            for name, value in (_small(config.to_dict() | aliases, sizes) | own).items()
-            if value is not None
-        }
-    )
+    values = _small(config.to_dict() | aliases, sizes) | _own(model_type, sizes)
+    return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def _larger(model_type: str, values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a tiny model with other sizes, its lists of layers repeated."""
+    larger = copy.deepcopy(dict(values)) | _small(dict(values), sizes) | _own(model_type, sizes)
+    layers, before = larger.get("num_hidden_layers"), values.get("num_hidden_layers")
+    for name, value in values.items():
+        if layers and isinstance(value, list) and len(value) == before:
+            larger[name] = [value[at % len(value)] for at in range(layers)]
+    return larger
 
 
 def build(model_type: str, sizes: Mapping[str, Any] = _SMALL) -> Any:
     """A tiny model: as the parity tests have it, or one of the architecture's own configuration; or one of `sizes`."""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = family_cases.CASES | family_cases.OTHERS
     for case, (name, values) in known.items():
@@ -196,14 +350,14 @@ def build(model_type: str, sizes: Mapping[str, Any] = _SMALL) -> Any:
         if kind.model_type == model_type:
             if sizes is _SMALL:
                 return family_cases.build(case)
-            larger = kind(**copy.deepcopy(values) | _small(values, sizes))
-            return _from_config(transformers.AutoModelForCausalLM, larger, 50 * _MOST_PARAMETERS)
-    config = _shrunk(CONFIG_MAPPING[model_type], sizes=sizes)
+            larger = kind(**_larger(model_type, values, sizes))
+            return _from_config(transformers.AutoModelForCausalLM, larger, _most(sizes))
+    config = _shrunk(model_type, sizes)
     config.is_decoder = True
-    return _from_config(transformers.AutoModelForCausalLM, config, _MOST_PARAMETERS * (1 if sizes is _SMALL else 50))
+    return _from_config(transformers.AutoModelForCausalLM, config, _most(sizes))
 
 
-def _from_config(kind: Any, config: Any, most: int = _MOST_PARAMETERS) -> Any:
+def _from_config(kind: Any, config: Any, most: int) -> Any:
     with torch.device("meta"):
         parameters = sum(each.numel() for each in kind.from_config(copy.deepcopy(config)).parameters())
     if parameters > most:
@@ -212,21 +366,31 @@ def _from_config(kind: Any, config: Any, most: int = _MOST_PARAMETERS) -> Any:
     return kind.from_config(copy.deepcopy(config)).float().eval()
 
 
-def build_of_texts(model_type: str) -> Any:
-    """A tiny model that classifies texts; where transformers has none of the type, its encoder."""
+def build_of_texts(model_type: str, sizes: Mapping[str, Any] = _SMALL) -> Any:
+    """A tiny model that classifies texts, or one of `sizes`; where transformers has none of the type, its encoder."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     kind = "AutoModelForSequenceClassification" if model_type in CLASSIFIERS else "AutoModel"
-    for case, values in encoder_models.CASES.items():
-        if values["model_type"] == model_type and (model_type in CLASSIFIERS or "bidirectional" not in case):
-            return encoder_models.build(case, kind)
-    of_decoders = [(getattr(transformers, name), values) for name, values in family_cases.CASES.values()]
-    given = next((kind(**copy.deepcopy(values)) for kind, values in of_decoders if kind.model_type == model_type), None)
-    config = given or _shrunk(CONFIG_MAPPING[model_type], _OWN.get(model_type, {}))
+    small = sizes is _SMALL
+    values: dict[str, Any] | None = None
+    for case, each in encoder_models.CASES.items():
+        if each["model_type"] == model_type and (model_type in CLASSIFIERS or "bidirectional" not in case):
+            if small:
+                return encoder_models.build(case, kind)
+            values = values or {name: value for name, value in each.items() if name != "model_type"}
+    for name, each in family_cases.CASES.values():
+        if getattr(transformers, name).model_type == model_type:
+            values = values or copy.deepcopy(each)
+    if values is None:
+        config = _shrunk(model_type, sizes)
+    else:
+        config = CONFIG_MAPPING[model_type](**(values if small else _larger(model_type, values, sizes)))
     config.num_labels = 3
-    model = _from_config(getattr(transformers, kind), config)
+    model = _from_config(getattr(transformers, kind), config, _most(sizes))
+    if not small:
+        return model
     with torch.no_grad():
         for value in model.parameters():  # larger than a new model's, so that a mistake shows
             if value.is_floating_point():
@@ -237,6 +401,8 @@ def build_of_texts(model_type: str) -> Any:
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Of a prompt, and of tokens after it one by one."""
     with torch.inference_mode():
+        if model.config.model_type == "cpmant":  # which takes all tokens with each step
+            return model(tokens, use_cache=False).logits
         output = model(tokens[:, :-_STEPS], use_cache=True)
         parts = [output.logits]
         for step in range(_STEPS, 0, -1):
@@ -254,19 +420,27 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def _of_texts(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a batch of texts with padding: logits, or the hidden states of what is no padding."""
-    config = model.config
+def padded(config: Any, tokens: torch.Tensor, counts: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Arguments of a model for texts [texts, tokens] that are cut to so many tokens, and padded."""
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
-    mask, end = torch.ones_like(tokens), getattr(config, "eos_token_id", None)
-    for row, count in enumerate((_TOKENS, 5, 8)):
+    tokens, mask, end = tokens.clone(), torch.ones_like(tokens), getattr(config, "eos_token_id", None)
+    for row, count in enumerate(counts):
         tokens[row, count - 1 :] = config.pad_token_id
         tokens[row, count - 1] = end if isinstance(end, int) else 2  # BART's heads look for the end
         mask[row, count:] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def of_texts(model: Any, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of texts, or the hidden states of what is no padding."""
     with torch.inference_mode():
-        output = model(input_ids=tokens, attention_mask=mask)
-    return output.logits if "logits" in output else output.last_hidden_state[mask.bool()]
+        output = model(**given)
+    return output.logits if "logits" in output else output.last_hidden_state[given["attention_mask"].bool()]
+
+
+def _of_texts(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return of_texts(model, padded(model.config, tokens, (_TOKENS, 5, 8)))
 
 
 def take(model_type: str, texts: bool = False) -> tuple[Found, float]:
@@ -285,7 +459,7 @@ def take(model_type: str, texts: bool = False) -> tuple[Found, float]:
         if not wanted.isfinite().all():
             raise ValueError("logits that are no numbers")
     except Exception as error:  # noqa: BLE001 - transformers' code, with any configuration
-        return Found("untried", _short(error)), 0.0
+        return Found("untried", _UNTRIED.get(model_type) or _short(error)), 0.0
     said: list[str] = []
 
     class Keep(logging.Handler):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the list of transformers' encoders and classifiers in docs/encoders.md, as tools/census.py found them."""
+"""Writes the table of transformers' encoders and classifiers in docs/encoders.md, as tools/census.py found them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "encoders.md"
 CENSUS = ROOT / "tests" / "data" / "census_texts.json"
-HEADS = {
-    "native": "Natively",
-    "own code": "With their own code and packed linears",
-    "untried": "Not in the census, which knows no small configuration that transformers' own code runs with here",
-}
+SPEED = ROOT / "tests" / "data" / "texts_speed.json"
 
 
-def rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """The lines of the list."""
-    for way, head in HEADS.items():
-        names = sorted(name for name, found in taken.items() if found["way"] == way)
-        yield ""
-        yield f"**{head}** ({len(names)}): {', '.join(f'`{name}`' for name in names)}."
+def rows(taken: Mapping[str, Mapping[str, str]], speed: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The table of those that run, and why the others are not in it."""
+    yield "| `model_type` | runs | million parameters | one text | eight |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for name, found in taken.items():
+        if found["way"] == "untried":
+            continue
+        measured = speed.get(name)
+        ratios = (f"{measured[each]:.1f}" for each in ("texts 1", "texts 8")) if measured else ("", "")
+        size = f"{measured['parameters'] / 1e6:.0f}" if measured else ""
+        yield f"| `{name}` | {WAYS[found['way']]} | {' | '.join((size, *ratios))} |"
     yield ""
+    yield "Not in the census:"
+    yield ""
+    for name, found in taken.items():
+        if found["way"] == "untried":
+            yield f"- `{name}`: {found['why']}."
 
 
 def files() -> dict[Path, str]:
-    return {PAGE: fill(PAGE.read_text(), "all encoders", rows(json.loads(CENSUS.read_text())))}
+    taken, speed = (json.loads(file.read_text()) for file in (CENSUS, SPEED))
+    return {PAGE: fill(PAGE.read_text(), "all encoders", rows(taken, speed))}
+
+
+WAYS = {"native": "natively", "own code": "own code", "fails": "fails"}

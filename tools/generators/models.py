@@ -25,6 +25,7 @@ from generators import DOCS, ROOT, fill
 PAGE = DOCS / "models.md"
 CENSUS = ROOT / "tests" / "data" / "census.json"
 SPEED = ROOT / "tests" / "data" / "own_code_speed.json"
+NATIVE_SPEED = ROOT / "tests" / "data" / "native_speed.json"
 COLUMNS = ("norms", "positions", "mixers", "MLP", "else")
 
 
@@ -198,7 +199,6 @@ def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     heads = {
         "native": "In the native and the device runtime",
         "own code": "With their own code and packed linears",
-        "untried": "Not in the census, which knows no small configuration that transformers' own code runs with",
         "fails": "Failing",
     }
     yield ""
@@ -206,6 +206,11 @@ def census_rows(taken: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         if of_way.get(way):
             yield f"**{head}** ({len(of_way[way])}): {listed(of_way[way])}."
             yield ""
+    yield "Not in the census:"
+    yield ""
+    for name in of_way.get("untried", []):
+        yield f"- `{name}`: {taken[name]['why']}."
+    yield ""
 
 
 def speed_rows(taken: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
@@ -219,6 +224,20 @@ def speed_rows(taken: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         yield f"| `{name}` | {found['parameters'] / 1e6:.0f} | {' | '.join(f'{each:.1f}' for each in ratios)} |"
 
 
+def native_rows(taken: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The table of benchmarks/own_code.py --native."""
+    kinds = ("prompt 1", "step 1", "prompt 8", "step 8")
+    yield "| `model_type` | runs | prompt | steps | prompts of 8 | steps of 8 |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for name, found in taken.items():
+        for runtime, runs in (("native", "natively"), ("torch", "own code"), ("transformers", "transformers")):
+            shown = []
+            for each in kinds:
+                rate, native = found[f"{runtime}, {each}"], found[f"native, {each}"]
+                shown.append(f"{rate:.3g}" if runtime == "native" else f"{rate:.3g} ({rate / native:.2f})")
+            yield f"| `{name}` | {runs} | {' | '.join(shown)} |"
+
+
 def files() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -228,4 +247,5 @@ def files() -> dict[Path, str]:
     types = {name: model_type for model_type, name in CONFIG_MAPPING_NAMES.items() if model_type in FAMILIES}
     text = fill(PAGE.read_text(), "models", rows(specs_of(family_cases.CASES, types)))
     text = fill(text, "all models", census_rows(json.loads(CENSUS.read_text())))
+    text = fill(text, "native beside own code", native_rows(json.loads(NATIVE_SPEED.read_text())))
     return {PAGE: fill(text, "own code", speed_rows(json.loads(SPEED.read_text())))}
