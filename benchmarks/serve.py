@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`anyaccel serve` beside llama-server and vLLM: all servers are up at once and are asked in turn, round by round.
 
-Load: N clients, each with one request after the other, prompts of 64 to 192 words and answers of 64 to 192 tokens,
-greedy, streamed by /v1/completions. Tokens/s are those of all answers together; the time to the first token and that
-between two are their median and 99th percentile; x is our tokens/s over theirs. Prefix: a request with a system prompt
-of 1,000 words, and the next one with the same; the time to the first token of both. One client: tokens/s of an answer
-after its first token, and what `anyaccel generate` tells of the same prompt. Start: from the start of the process to
-the first answer.
+Load: N clients, each with one request after the other, prompts of 64 to 192 words (--words: of so many each) and
+answers of 64 to 192 tokens, greedy, streamed by /v1/completions. Tokens/s are those of all answers together; the time
+to the first token and that between two are their median and 99th percentile; x is our tokens/s over theirs. Prefix: a
+request with a system prompt of 1,000 words, and the next one with the same; the time to the first token of both. One
+client: tokens/s of an answer after its first token, and what `anyaccel generate` tells of the same prompt. Start: from
+the start of the process to the first answer.
 
   python benchmarks/serve.py
   python benchmarks/serve.py --peer llama.cpp=llama-server:smol-bf16.gguf --rounds 2
   python benchmarks/serve.py --peer vllm=VLLM/bin/python:models/SmolLM2-135M-Instruct --clients 1 32 --only load
+  python benchmarks/serve.py --words 100 1000 --only load --peer llama.cpp=llama-server:smol-bf16.gguf
   python benchmarks/serve.py --model model.gguf --dtype int4 --peer llama.cpp=llama-server:model.gguf --json
 """
 
@@ -69,8 +70,8 @@ def ours(model: str, dtype: str, threads: int, runtime: str) -> Contender:
     return Contender("anyaccel", words)
 
 
-def peer(text: str, threads: int, most: int) -> Contender:
-    """`NAME=PROGRAM:MODEL`."""
+def peer(text: str, threads: int, most: int, words_each: int) -> Contender:
+    """`NAME=PROGRAM:MODEL`, for `most` requests at once with prompts of `words_each`."""
     name, _, rest = text.partition("=")
     program, _, model = rest.partition(":")
     program, model = (str(Path(each).expanduser()) for each in (program, model))
@@ -86,7 +87,7 @@ def peer(text: str, threads: int, most: int) -> Contender:
             "-np",
             str(most),
             "-c",
-            str(most * 512 + 2048),
+            str(most * (max(2 * words_each, 256) + 256) + 2048),
         ]
         return Contender(name, [*words, "--kv-unified", "--log-disable"])
     if name == "vllm":
@@ -251,10 +252,10 @@ def _words(order: random.Random, count: int) -> str:
     return " ".join(order.choice(_WORDS) for _ in range(count))
 
 
-def load(server: Server, clients: int, requests: int, seed: int) -> dict[str, Any]:
+def load(server: Server, clients: int, requests: int, seed: int, words: int = 0) -> dict[str, Any]:
     """Figures of one run."""
-    order = random.Random(seed)
-    todo = [(_words(order, order.randint(64, 192)), order.randint(64, 192)) for _ in range(requests)]
+    order = random.Random(f"{seed} {words}")
+    todo = [(_words(order, words or order.randint(64, 192)), order.randint(64, 192)) for _ in range(requests)]
     tokens, failed = 0, 0
     answers: list[Answer] = []
 
@@ -350,12 +351,12 @@ def measure(options: argparse.Namespace, contenders: Sequence[Contender]) -> dic
             for server in servers:  # what is done at the first request only
                 load(server, 2, 2, -1)
             for turn in range(options.rounds):
-                for clients in options.clients if "load" in options.only else ():
-                    for server in servers:
-                        figures = load(server, clients, max(3, round(options.requests * clients)), turn)
-                        rate = f"{figures['tokens_per_s']:.1f} tokens/s"
-                        note(f"round {turn + 1}: {clients} clients, {server.name}: {rate}")
-                        found["load"].setdefault(str(clients), {}).setdefault(server.name, []).append(figures)
+                for words, clients in itertools.product(options.words, options.clients):
+                    point = f"{clients} clients" + (f", prompts of {words}" if words else "")
+                    for server in servers if "load" in options.only else ():
+                        figures = load(server, clients, max(3, round(options.requests * clients)), turn, words)
+                        note(f"round {turn + 1}: {point}, {server.name}: {figures['tokens_per_s']:.1f} tokens/s")
+                        found["load"].setdefault(point, {}).setdefault(server.name, []).append(figures)
                 for server in servers if "prefix" in options.only else ():
                     found["prefix"].setdefault(server.name, []).append(prefix(server, turn))
                 if "one" in options.only and servers and servers[0].name == "anyaccel":
@@ -378,7 +379,7 @@ def measure(options: argparse.Namespace, contenders: Sequence[Contender]) -> dic
 
 def show(found: dict[str, Any]) -> None:
     """Tables."""
-    for clients, by_name in found["load"].items():
+    for point, by_name in found["load"].items():
         rows, base = [], None
         for name, runs in by_name.items():
             rate = median([run["tokens_per_s"] for run in runs])
@@ -388,7 +389,7 @@ def show(found: dict[str, Any]) -> None:
             cells = [f"{value:.0f}" for value in first] + [f"{value:.1f}" for value in between]
             rows.append([name, f"{rate:.1f}", ratio, *cells, str(sum(run["failed"] for run in runs))])
         head = ["tokens/s", "x", "first ms p50", "p99", "between ms p50", "p99", "failed"]
-        print(f"\n{table([f'{clients} clients', *head], rows)}")
+        print(f"\n{table([point, *head], rows)}")
     rows = []
     for name, times in found["prefix"].items():
         new, again = (median([each[key] for each in times]) for key in ("new_s", "again_s"))
@@ -413,6 +414,7 @@ def main() -> int:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--peer", action="append", default=[], metavar="NAME=PROGRAM:MODEL", help="llama.cpp=..., vllm=...")
     add("--clients", type=int, nargs="+", default=[1, 8, 32])
+    add("--words", type=int, nargs="+", default=[0], help="of prompts (default: 64 to 192)")
     add("--requests", type=float, default=2.0, help="of a client, at least 3 together (default: 2)")
     add("--rounds", type=int, default=1)
     add("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
@@ -423,7 +425,7 @@ def main() -> int:
 
     options.model = str(options.model or default_model_file())
     contenders = [ours(options.model, options.dtype, options.threads, options.runtime)]
-    contenders += [peer(text, options.threads, max(options.clients)) for text in options.peer]
+    contenders += [peer(text, options.threads, max(options.clients), max(options.words)) for text in options.peer]
     found = measure(options, contenders)
     if options.json:
         emit_json({"machine": machine(), "model": options.model, "dtype": options.dtype, "results": found})
