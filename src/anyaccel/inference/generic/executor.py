@@ -140,8 +140,15 @@ def _copy_to_host(values: torch.Tensor, address: int) -> None:
 
 
 def _alike(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    limit = 1e-3 if dtype == torch.float32 else 0.06
-    return bool((found - expected).abs().max() <= limit * expected.abs().max())
+    """Whether logits differ by no more than rounding does.
+
+    In 16 bits that is a part of all of them: single ones of a real model may differ by half (measured: 0.02 to 0.05 of
+    their root mean square, and 0.25 and more where positions or order are wrong).
+    """
+    difference = found - expected
+    if dtype == torch.float32:
+        return bool(difference.abs().max() <= 1e-3 * expected.abs().max())
+    return bool(difference.square().mean() <= 0.1**2 * expected.square().mean())
 
 
 def depends_on_length(config: Any) -> bool:
@@ -455,7 +462,8 @@ class BatchedExecutor(_Executor):
         """Tokens of a text: RoBERTa's models, for one, give padding a position of its own."""
         vocabulary = self.module.get_input_embeddings().weight.shape[0]
         special = {getattr(self.module.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
-        usual = [token for token in range(min(vocabulary, count + 8)) if token not in special] or [0]
+        first = vocabulary // 2  # the first ones are often special ones too, of which models make little
+        usual = [token for token in range(first, min(vocabulary, first + count + 8)) if token not in special] or [0]
         return [usual[index % len(usual)] for index in range(count)]
 
     @property
