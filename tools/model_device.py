@@ -97,8 +97,10 @@ def kernels(counted: Counted, context: int) -> SimpleNamespace:
         return out
 
     def product(x: torch.Tensor, q: torch.Tensor, scales: Any = None, minima: Any = None, group: int = 0,
-                bias: Any = None, residual: Any = None, factor: float = 1.0) -> torch.Tensor:  # fmt: skip
-        return made("product", x.new_empty(len(x), len(q)), x, q, scales, minima, bias, residual)
+                bias: Any = None, residual: Any = None, factor: float = 1.0,
+                norm: Any = None) -> torch.Tensor:  # fmt: skip
+        of_norm = None if norm is None else norm[0]
+        return made("product", x.new_empty(len(x), len(q)), x, q, scales, minima, bias, residual, of_norm)
 
     def attend(q: torch.Tensor, cache: torch.Tensor, pages: Any, begin: int, most: int, positions: torch.Tensor,
                kv_heads: int, value_dim: int, *_others: Any) -> torch.Tensor:  # fmt: skip
@@ -149,6 +151,7 @@ def step(dtype: str, batch: int, config: Mapping[str, Any] = LLAMA_8B) -> tuple[
         held = DeviceWeights(spec, shapes(spec, dtype), torch.bfloat16, META)
         for matrix in held._quantised.values():
             matrix._kernels, matrix._most_tokens = own, own.most_tokens  # type: ignore[assignment]
+            matrix._norm_pays = True
         decoder = Decoder(spec, held, torch.bfloat16)
         a = spec.layers[0].softmax
         width = a.kv_heads * (a.head_dim + a.value_dim)

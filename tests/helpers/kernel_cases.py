@@ -130,6 +130,13 @@ def product(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, fl
                 errors.append(_error(made, x.double() @ values.t()))
                 made = kernels.product(x, q, scales, least, group or cols, bias, h, 0.7)
                 errors.append(_error(made, h.double() + 0.7 * (x.double() @ values.t() + bias.double())))
+            weight = _random(cols, dtype=dtype, device=device)
+            x = 3 * _random(1, cols, dtype=dtype, device=device)
+            for norm in ((weight, 1e-5), (None, 0.1)):
+                own = None if norm[0] is None else norm[0].double()
+                made = kernels.product(x, q, scales, least, group or cols, bias, h[:1], 0.7, norm=norm)
+                normed = F.rms_norm(x.double(), (cols,), own, norm[1])
+                errors.append(_error(made, h[:1].double() + 0.7 * (normed @ values.t() + bias.double())))
             if bits < 16:
                 errors.append(_error(kernels.dequantised(q, scales, least, group or cols, cols, dtype), values))
             found[f"product {bits} {group} {minima} {dtype}"] = max(errors), bound

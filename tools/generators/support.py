@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/support.md: what works on which device, on which machines, and which kernels there are.
 
-The first is from docs/data/support.json, the second from what `make test-machines` wrote. How each instruction set is
+The first is from docs/data/support.json; what benchmarks/device_all.py ran on which device from its own records in
+docs/data/devices; the machines' from what `make test-machines` wrote. How each instruction set is
 tested is from the former too; which kernels there are is from the rows of csrc/simd/isa.h and the lines `// ISA:` of
 the kernels' files, which CMake compiles.
 """
@@ -19,6 +20,7 @@ from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "support.md"
 TRAINING = DOCS / "data" / "deepspeed.json"
+DEVICES = DOCS / "data" / "devices"
 RESULTS = ROOT / "tests" / "machines" / "results.json"
 # Machines that have no row of their own in isa.h, where what is portable runs; models of big-endian ones are refused.
 OTHER_MACHINES = ("riscv64", "ppc64le", "s390x")
@@ -110,6 +112,33 @@ def machines() -> Iterator[str]:
                 yield f"| {case} | {' | '.join(outcome(run.get(shape, {})) for shape in shapes)} |"
 
 
+def runs() -> Iterator[str]:
+    """What benchmarks/device_all.py has run: a row for each device whose record is there."""
+    yield "| device | conformance | tests/gpu | speed | server | programs for CUDA | machine |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for record in sorted(DEVICES.glob("*.jsonl")):
+        told = [json.loads(line) for line in record.read_text().splitlines()]
+        stages = {each["stage"]: each for each in told if "stage" in each}
+        yield f"| {' | '.join(run(stages, [each for each in told if 'contender' in each]))} |"
+
+
+def run(stages: dict[str, dict[str, Any]], speeds: list[dict[str, Any]]) -> Iterator[str]:
+    """The cells of a device; empty where the script was cut off before a stage."""
+    yield f"`{stages['machine']['device']}`"
+    yield ", ".join(f"{count} {word}" for word, count in stages.get("conformance", {}).items() if word != "stage")
+    yield stages.get("tests/gpu", {}).get("said", "").partition(" in ")[0]
+    forms: dict[str, list[str]] = {}
+    for each in speeds:
+        if each["contender"].startswith("device ") and each["batch"] == 1:
+            forms.setdefault(each["size"], []).append(each["contender"].removeprefix("device "))
+    yield "; ".join(f"{size}: {', '.join(dict.fromkeys(of))}" for size, of in forms.items())
+    serve = stages.get("serve")
+    yield "" if serve is None else f"{serve['clients']} clients, {serve['failed']} failed"
+    ported = stages.get("ported")
+    yield "" if ported is None else "same output" if ported["same"] else "**other output**"
+    yield stages["machine"]["machine"]
+
+
 def deepspeed() -> Iterator[str]:
     """What tools/deepspeed_matrix.py found: a row for each setting, a column for each number of ranks."""
     results = json.loads(TRAINING.read_text())
@@ -145,6 +174,7 @@ def outcome(counts: dict[str, int]) -> str:
 
 def files() -> dict[Path, str]:
     text = fill(PAGE.read_text(), "devices", ["", *devices(), ""])
+    text = fill(text, "device runs", ["", *runs(), ""])
     text = fill(text, "machines", ["", *machines(), ""])
     text = fill(text, "deepspeed", ["", *deepspeed(), ""])
     return {PAGE: fill(text, "instruction sets", ["", *instruction_sets(), ""])}

@@ -96,12 +96,16 @@ def _add_norm(
     return total, torch.nn.functional.rms_norm(total, total.shape[1:], weight, eps)
 
 
+def _product(x: torch.Tensor, q: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None) -> torch.Tensor:
+    return torch.nn.functional.linear(x if norm is None else torch.nn.functional.rms_norm(x, x.shape[1:], *norm), q)
+
+
 _WRONG: dict[str, Any] = {
     "gated": _zeros,
     "turn": _nothing,
     "add_norm": _add_norm,
     "norm": lambda x, _weight, _bias, eps, _layer: torch.nn.functional.layer_norm(x, x.shape[1:], eps=eps),
-    "product": torch.nn.functional.linear,
+    "product": _product,
     "dequantised": _nothing,
     "attend": lambda q, *_arguments: torch.zeros(len(q), q.shape[1] * 16),
     "convolve": lambda windows, numbers, x, *_arguments: torch.zeros_like(x),

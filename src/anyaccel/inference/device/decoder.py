@@ -92,6 +92,17 @@ class LayerRun:
         if layer.mlp is not None:
             own = layer.mlp
             self.mlp = Experts(own, weights, at) if isinstance(own, Moe) else Dense(own, weights, f"{at}.mlp", ranks)
+        self._move_norms()
+
+    def _move_norms(self) -> None:
+        """Give norms that nothing else reads to the product behind them."""
+        layer = self.layer
+        if layer.parallel or layer.residual_from_norm:
+            return
+        if isinstance(self.mixer, SelfAttention) and self.mixer.a.mla is None and layer.laurel is None:
+            self.mixer.qkv.norm, self.attn_norm = self.attn_norm, None
+        if isinstance(self.mlp, Dense) and self.ranks is None and self.attn_post_norm is None:
+            self.mlp.gate_up.norm, self.mlp_norm = self.mlp_norm, None
 
     def run(self, h: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
         if self.layer.parallel:

@@ -35,20 +35,34 @@ class Linear:
 
     Args:
         bias: its name, where it is not the weight's.
+
+    Attributes:
+        norm: of x, before the product; of one token it is part of the kernel where there is one.
     """
 
     def __init__(self, weights: DeviceWeights, name: str, bias: str = "") -> None:
         self.weight = weights.matrix(name)
         self.bias = weights.get(bias or f"{name}.bias")
+        self.norm: Normed | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        norm = None
+        if self.norm is not None:
+            norm = self.norm.in_product if len(x) == 1 else None
+            if norm is None or not self._takes_norm(x):
+                x, norm = self.norm(x), None
         if isinstance(self.weight, Quantised):
-            return self.weight(x, self.bias)
+            return self.weight(x, self.bias, norm)
         x = x.to(self.weight.dtype)
         kernels = self._kernels(x)
         if kernels is not None:
-            return kernels.product(x, self.weight, bias=self.bias)
+            return kernels.product(x, self.weight, bias=self.bias, norm=norm)
         return F.linear(x, self.weight, self.bias)
+
+    def _takes_norm(self, x: torch.Tensor) -> bool:
+        if isinstance(self.weight, Quantised):
+            return self.weight.takes_norm(x)
+        return x.dtype is self.weight.dtype and self._kernels(x) is not None
 
     def _kernels(self, x: torch.Tensor) -> Kernels | None:
         """Those that multiply one token by floats sooner than the vendor's product."""
@@ -77,6 +91,8 @@ class Normed:
         self.norm = norm
         self.weight = weights[f"{name}.weight"] if norm.weight else None
         self.bias = weights[f"{name}.bias"] if norm.bias else None
+        # What a product's kernel takes of it.
+        self.in_product = (self.weight, norm.eps) if norm.kind == "rms" and not norm.bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         kernels = kernels_of(x.device)

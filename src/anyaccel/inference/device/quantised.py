@@ -61,6 +61,7 @@ class Quantised:
         self._product: Product | None = None
         self._kernels: Kernels | None = None
         self._most_tokens = 0  # of the kernels' products
+        self._norm_pays = False
         self._packed_bytes = 0
 
     def __len__(self) -> int:
@@ -115,10 +116,12 @@ class Quantised:
             torch.add(numbers * scales[..., None], minima[..., None], out=values)
         return values.flatten(-2)[..., : self.cols]
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x Wᵀ + bias."""
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor | None, float] | None = None
+    ) -> torch.Tensor:
+        """x Wᵀ + bias; with the norm of x, as the kernels' product has it, where `takes_norm` says so."""
         if self._product is None:
-            return self._of_kernels(x, bias, None, 1.0) if self._fits(x) else self._by_floats(x, bias)
+            return self._of_kernels(x, bias, None, 1.0, norm) if self._fits(x) else self._by_floats(x, bias)
         y = self._product(x.contiguous())
         return y if bias is None else y.add_(bias)
 
@@ -139,11 +142,20 @@ class Quantised:
         """Whether Triton's kernel multiplies these tokens; more of them are worth a dequantised matrix."""
         return self._kernels is not None and len(x) <= self._most_tokens and x.stride(1) == 1
 
+    def takes_norm(self, x: torch.Tensor) -> bool:
+        """Whether the norm of this token is worth being part of its product."""
+        return self._norm_pays and len(x) == 1 and self._fits(x)
+
     def _of_kernels(
-        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, factor: float
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        factor: float,
+        norm: tuple[torch.Tensor | None, float] | None = None,
     ) -> torch.Tensor:
         assert self._kernels is not None
-        return self._kernels.product(x, self.q, self.scales, self.minima, self.group, bias, residual, factor)
+        return self._kernels.product(x, self.q, self.scales, self.minima, self.group, bias, residual, factor, norm)
 
     def choose_product(self, tried: dict[object, Any]) -> None:
         """Take Triton's kernels or the first operator whose product is right; to be called when all values are there.
@@ -154,8 +166,8 @@ class Quantised:
         form = (self.form, self.rows, self.cols)
         if self._take_kernels():
             if form not in tried:
-                tried[form] = self._count_of_tokens()
-            self._most_tokens = tried[form]
+                tried[form] = self._count_of_tokens(), self._has_time_for_norm()
+            self._most_tokens, self._norm_pays = tried[form]
             return
         if form not in tried:
             tried[form] = next((make for make in _MAKERS if self._is_right(make)), None)
@@ -195,6 +207,22 @@ class Quantised:
                 break
             count //= 2
         return count
+
+    def _has_time_for_norm(self) -> bool:
+        """Whether a product with the norm of its token takes less time than both after each other.
+
+        Each program of the product computes the norm. That is for nothing while it waits for memory, which products of
+        few bits hardly do.
+        """
+        kernels = self._kernels
+        assert kernels is not None
+        if kernels.milliseconds is None:
+            return True
+        x, weight = torch.ones(2, self.cols, dtype=self.dtype, device=self.device)
+        x = x[None]
+        product = functools.partial(self._of_kernels, bias=None, residual=None, factor=1.0)
+        both = kernels.milliseconds(lambda: product(kernels.norm(x, weight, None, 1e-5, False)))
+        return kernels.milliseconds(lambda: product(x, norm=(weight, 1e-5))) < both
 
     def _is_right(self, make: Callable[[Quantised], Product], tokens: int = 3) -> bool:
         generator = torch.Generator().manual_seed(0)

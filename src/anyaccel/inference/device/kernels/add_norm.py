@@ -86,6 +86,7 @@ def _run(
 ) -> torch.Tensor:
     rows, width = residual.shape
     out = residual.new_empty(rows, width)
+    block = triton.next_power_of_2(width)
     if rows:
         _add_norm[(rows,)](
             residual,
@@ -103,6 +104,7 @@ def _run(
             LAYER=layer,
             WEIGHT=weight is not None,
             BIAS=bias is not None,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),  # 16 values of a row in each thread
         )
     return out

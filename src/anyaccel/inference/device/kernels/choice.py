@@ -100,6 +100,8 @@ def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
     normed = kernels.norm(x.to(device), None, None, 1e-5, True)
     found["norm"] = normed.cpu() - F.layer_norm(x, (60,), eps=1e-5)
     found["product"] = kernels.product(x[:1].to(device), y.to(device)).cpu() - x[:1] @ y.t()
+    made_of_norm = kernels.product(x[:1].to(device), y.to(device), norm=(weight.to(device), 1e-5))
+    found["product of a norm"] = made_of_norm.cpu() - F.rms_norm(x[:1], (60,), weight, 1e-5) @ y.t()
 
     # Two heads of one key/value head over 70 keys, in pages 2 and 1 of the cache.
     q, cache = torch.randn(1, 2, 16, generator=generator), torch.randn(3, 64, 32, generator=generator)

@@ -38,18 +38,12 @@ def _tuned(names: tuple[str, ...], key: list[str], *sizes: tuple[int, ...]) -> A
 
 
 @triton.jit
-def _octets(q, row, k, rows, cols, stored, BLOCK_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K / 2], each with two values of four bits."""
-    at = k // 2 + tl.arange(0, BLOCK_K // 2)
-    there = (row < rows)[:, None] & (2 * at < cols)[None, :]
-    return tl.load(q + row.to(tl.int64)[:, None] * stored + at[None, :], mask=there, other=0)
-
-
-@triton.jit
 def _numbers(q, row, k, rows, cols, stored, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """[BLOCK_N, BLOCK_K] values of the matrix from column k on, without scales; 0 beyond it."""
     if BITS == 4:
-        both = _octets(q, row, k, rows, cols, stored, BLOCK_K)
+        at = k // 2 + tl.arange(0, BLOCK_K // 2)
+        there = (row < rows)[:, None] & (2 * at < cols)[None, :]
+        both = tl.load(q + row.to(tl.int64)[:, None] * stored + at[None, :], mask=there, other=0)
         return tl.reshape(tl.join(both >> 4, both & 15), (row.shape[0], BLOCK_K))
     start = q + row.to(tl.int64)[:, None] * stored
     at = k + tl.arange(0, BLOCK_K)
@@ -77,7 +71,19 @@ def _scaled(values, scale, least, G: tl.constexpr):
     return tl.reshape(y, (n, width))
 
 
-@_tuned(("BLOCK_N", "BLOCK_K"), ["rows", "COLS", "G"], (4, 1024, 4), (1, 1024, 4), (2, 1024, 4), (1, 2048, 8))
+@triton.jit
+def _store_one(y, row, rows, bias, residual, out, factor, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    inside = row < rows
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        y = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + factor * y
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+
+
+@_tuned(
+    ("BLOCK_N", "BLOCK_K"), ["rows", "COLS", "G"], (4, 1024, 4), (1, 1024, 4), (2, 1024, 4), (1, 2048, 8), (8, 1024, 8)
+)
 @triton.jit
 def _one_token(
     x,
@@ -86,17 +92,21 @@ def _one_token(
     minima,
     bias,
     residual,
+    norm,
     out,
     rows,
     stored,
     groups,
     factor,
+    eps,
     COLS: tl.constexpr,
     SCALES: tl.constexpr,
     G: tl.constexpr,
     MINIMA: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -109,10 +119,15 @@ def _one_token(
     else:
         sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     of_x = tl.zeros((BLOCK_K,), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in range(0, COLS, BLOCK_K):
         at = k + tl.arange(0, BLOCK_K)
         values = tl.load(start + at[None, :], mask=inside[:, None] & (at < COLS)[None, :], other=0)
         whole = tl.load(x + at, mask=at < COLS, other=0.0).to(tl.float32)
+        if NORM:
+            squares += whole * whole
+            if NORM_WEIGHT:
+                whole *= tl.load(norm + at, mask=at < COLS, other=0.0).to(tl.float32)
         part = values.to(tl.float32) * whole[None, :]
         if G:
             group = k // G + tl.arange(0, BLOCK_K // G)
@@ -132,11 +147,9 @@ def _one_token(
         y *= tl.load(scales + row, mask=inside, other=0.0)
         if MINIMA:
             y += tl.load(minima + row, mask=inside, other=0.0) * tl.sum(of_x, 0)
-    if BIAS:
-        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        y = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + factor * y
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, 0) / COLS + eps)
+    _store_one(y, row, rows, bias, residual, out, factor, BIAS, RESIDUAL)
 
 
 @triton.jit
@@ -153,7 +166,26 @@ def _floats_of(word, i: tl.constexpr):
     return ((moved & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
-@_tuned(("BLOCK_N", "BLOCK_W"), ["rows", "COLS", "G"], (4, 256, 2), (2, 256, 2), (8, 128, 2), (4, 512, 4))
+@triton.jit
+def _columns(x):
+    """Eight times [M, W] of x [M, 8 W]: the columns that words have at each place, counted from the low end.
+
+    Read as it lies in memory and divided in registers; columns that are read alone lie 16 bytes apart.
+    """
+    m: tl.constexpr = x.shape[0]
+    w: tl.constexpr = x.shape[1] // 8
+    even, odd = tl.split(tl.reshape(x, (m, w, 2, 2, 2)))  # the high half of an octet is the even column
+    even_0, even_1 = tl.split(even)
+    odd_0, odd_1 = tl.split(odd)
+    x_0, x_4 = tl.split(even_0)
+    x_2, x_6 = tl.split(even_1)
+    x_1, x_5 = tl.split(odd_0)
+    x_3, x_7 = tl.split(odd_1)
+    return x_1, x_0, x_3, x_2, x_5, x_4, x_7, x_6
+
+
+# Few warps: what the columns of x go through in shared memory is then no wait for others.
+@_tuned(("BLOCK_N", "BLOCK_W"), ["rows", "COLS", "G"], (8, 128, 1), (4, 128, 1), (4, 256, 2), (8, 256, 2))
 @triton.jit
 def _one_token_words(
     x,
@@ -162,56 +194,102 @@ def _one_token_words(
     minima,
     bias,
     residual,
+    norm,
     out,
     rows,
     words,
     groups,
     factor,
+    eps,
     COLS: tl.constexpr,
     G: tl.constexpr,
     MINIMA: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Whole numbers of 4 bits, in words of 32."""
-    EACH: tl.constexpr = 8
+    """Whole numbers of 4 bits, in words of 32. The words of a group are added before they are scaled."""
+    EACH: tl.constexpr = G // 8 if G else 4
+    GROUPS: tl.constexpr = BLOCK_W // EACH
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < rows
     start = q + row.to(tl.int64)[:, None] * words
-    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-    of_x = tl.zeros((BLOCK_W,), tl.float32)
-    for w in range(0, (COLS + EACH - 1) // EACH, BLOCK_W):
+    sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+    of_x = tl.zeros((GROUPS,), tl.float32)
+    squares = tl.zeros((BLOCK_W,), tl.float32)
+    for w in range(0, (COLS + 7) // 8, BLOCK_W):
         at = w + tl.arange(0, BLOCK_W)
-        there = inside[:, None] & (EACH * at < COLS)[None, :]
-        word = tl.load(start + at[None, :], mask=there, other=0)
+        word = tl.load(start + at[None, :], mask=inside[:, None] & (8 * at < COLS)[None, :], other=0)
+        col = 8 * w + tl.arange(0, 8 * BLOCK_W)
+        values = tl.load(x + col, mask=col < COLS, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(tl.reshape(values * values, (BLOCK_W, 8)), 1)
+            if NORM_WEIGHT:
+                values *= tl.load(norm + col, mask=col < COLS, other=0.0).to(tl.float32)
+        columns = _columns(values[None, :])
         part = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-        whole = tl.zeros((BLOCK_W,), tl.float32)
-        for i in tl.static_range(EACH):
-            col = EACH * at + (i ^ 1)  # the high half of an octet is the even column
-            of_col = tl.load(x + col, mask=col < COLS, other=0.0).to(tl.float32)
-            part += _floats_of(word, i) * of_col[None, :]
-            whole += of_col
-        part = 16.0 * (part - whole[None, :])
+        whole = tl.zeros((1, BLOCK_W), tl.float32)
+        for i in tl.static_range(8):
+            part += _floats_of(word, i) * columns[i]
+            whole += columns[i]
+        part = tl.sum(tl.reshape(part, (BLOCK_N, GROUPS, EACH)), 2)
+        totals = tl.sum(tl.reshape(whole, (GROUPS, EACH)), 1)
+        part = 16.0 * (part - totals[None, :])
         if G:
-            of_group = row[:, None] * groups + (EACH * at // G)[None, :]
-            part *= tl.load(scales + of_group, mask=there, other=0.0)
+            group = w // EACH + tl.arange(0, GROUPS)
+            scale, least = _of_groups(scales, minima, row, group, rows, groups, MINIMA)
+            part *= scale
             if MINIMA:
-                part += tl.load(minima + of_group, mask=there, other=0.0) * whole[None, :]
+                part += least * totals[None, :]
         elif MINIMA:
-            of_x += whole
+            of_x += totals
         sums += part
     y = tl.sum(sums, 1)
     if not G:
         y *= tl.load(scales + row, mask=inside, other=0.0)
         if MINIMA:
             y += tl.load(minima + row, mask=inside, other=0.0) * tl.sum(of_x, 0)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, 0) / COLS + eps)
+    _store_one(y, row, rows, bias, residual, out, factor, BIAS, RESIDUAL)
+
+
+@triton.jit
+def _store_few(
+    sums,
+    of_x,
+    row,
+    token,
+    scales,
+    minima,
+    bias,
+    residual,
+    out,
+    tokens,
+    rows,
+    residual_stride,
+    factor,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """What comes behind the products of several tokens: the scales of rows, and what is added."""
+    inside = row < rows
+    y = sums
+    if not G:
+        y *= tl.load(scales + row, mask=inside, other=0.0)[None, :]
+        if MINIMA:
+            y += of_x[:, None] * tl.load(minima + row, mask=inside, other=0.0)[None, :]
     if BIAS:
-        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+    both = (token < tokens)[:, None] & inside[None, :]
     if RESIDUAL:
-        y = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + factor * y
-    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+        y = tl.load(residual + token[:, None] * residual_stride + row[None, :], mask=both, other=0.0) + factor * y
+    tl.store(out + token[:, None] * rows + row[None, :], y.to(out.dtype.element_ty), mask=both)
 
 
 @_tuned(
@@ -240,7 +318,6 @@ def _few_tokens(
     residual_stride,
     factor,
     COLS: tl.constexpr,
-    BITS: tl.constexpr,
     G: tl.constexpr,
     MINIMA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -249,7 +326,7 @@ def _few_tokens(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Whole numbers of 8 and of 4 bits. Of the latter, the even columns are one product and the odd ones another."""
+    """Whole numbers of 8 bits."""
     WIDTH: tl.constexpr = G if G > BLOCK_K else BLOCK_K
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
@@ -267,34 +344,122 @@ def _few_tokens(
         if G:
             group = k // G + tl.arange(0, WIDTH // G)
             scale, least = _of_groups(scales, minima, row, group, rows, groups, MINIMA)
-        if BITS == 4:
-            both = _octets(q, row, k, rows, COLS, stored, WIDTH).to(tl.int32)
-            high, low = _floats_of(both, 1), _floats_of(both, 0)
-            if G:
-                scale, least = 16.0 * scale, least - 16.0 * scale
-                high, low = _scaled(high, scale, least, G // 2), _scaled(low, scale, least, G // 2)
-            else:
-                high, low = 16.0 * high - 16.0, 16.0 * low - 16.0
-            even, odd = tl.split(tl.reshape(values, (BLOCK_M, WIDTH // 2, 2)))
-            sums = tl.dot(even, tl.trans(high.to(values.dtype)), sums, input_precision="ieee")
-            sums = tl.dot(odd, tl.trans(low.to(values.dtype)), sums, input_precision="ieee")
-        else:
-            weights = _numbers(q, row, k, rows, COLS, stored, 8, WIDTH)
-            if G:
-                weights = _scaled(weights, scale, least, G)
-            sums = tl.dot(values, tl.trans(weights.to(values.dtype)), sums, input_precision="ieee")
+        weights = _numbers(q, row, k, rows, COLS, stored, 8, WIDTH)
+        if G:
+            weights = _scaled(weights, scale, least, G)
+        sums = tl.dot(values, tl.trans(weights.to(values.dtype)), sums, input_precision="ieee")
+    _store_few(
+        sums,
+        of_x,
+        row,
+        token,
+        scales,
+        minima,
+        bias,
+        residual,
+        out,
+        tokens,
+        rows,
+        residual_stride,
+        factor,
+        G,
+        MINIMA,
+        BIAS,
+        RESIDUAL,
+    )
+
+
+@triton.jit
+def _add_product(sums, x, word, i: tl.constexpr, scale, least):
+    weights = _floats_of(word, i) * scale + least
+    return tl.dot(x, tl.trans(weights.to(x.dtype)), sums, input_precision="ieee")
+
+
+@_tuned(
+    ("BLOCK_N", "BLOCK_W"),
+    ["rows", "COLS", "G", "BLOCK_M"],
+    (32, 16, 4, 4),
+    (64, 16, 4, 3),
+    (32, 32, 4, 3),
+    (128, 16, 4, 3),
+)
+@triton.jit(do_not_specialize=["tokens"])
+def _few_tokens_words(
+    x,
+    q,
+    scales,
+    minima,
+    bias,
+    residual,
+    out,
+    tokens,
+    rows,
+    words,
+    groups,
+    x_stride,
+    residual_stride,
+    factor,
+    COLS: tl.constexpr,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Whole numbers of 4 bits, in words of 32: what these have at each place is a product of its own."""
+    EACH: tl.constexpr = G // 8 if G else BLOCK_W
+    WIDTH: tl.constexpr = EACH if EACH > BLOCK_W else BLOCK_W
+    GROUPS: tl.constexpr = WIDTH // EACH
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < rows
-    y = sums
-    if not G:
-        y *= tl.load(scales + row, mask=inside, other=0.0)[None, :]
-        if MINIMA:
-            y += of_x[:, None] * tl.load(minima + row, mask=inside, other=0.0)[None, :]
-    if BIAS:
-        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
-    both = (token < tokens)[:, None] & inside[None, :]
-    if RESIDUAL:
-        y = tl.load(residual + token[:, None] * residual_stride + row[None, :], mask=both, other=0.0) + factor * y
-    tl.store(out + token[:, None] * rows + row[None, :], y.to(out.dtype.element_ty), mask=both)
+    token = tl.arange(0, BLOCK_M)
+    start = q + row.to(tl.int64)[:, None] * words
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    of_x = tl.zeros((BLOCK_M,), tl.float32)
+    for w in range(0, (COLS + 7) // 8, WIDTH):
+        at = w + tl.arange(0, WIDTH)
+        word = tl.load(start + at[None, :], mask=inside[:, None] & (8 * at < COLS)[None, :], other=0)
+        col = 8 * w + tl.arange(0, 8 * WIDTH)
+        values = tl.load(
+            x + token[:, None] * x_stride + col[None, :],
+            mask=(token < tokens)[:, None] & (col < COLS)[None, :],
+            other=0.0,
+        )
+        if G:
+            group = w // EACH + tl.arange(0, GROUPS)
+            scale, least = _of_groups(scales, minima, row, group, rows, groups, MINIMA)
+            scale = 16.0 * scale
+            least -= scale
+            scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK_N, GROUPS, EACH)), (BLOCK_N, WIDTH))
+            least = tl.reshape(tl.broadcast_to(least[:, :, None], (BLOCK_N, GROUPS, EACH)), (BLOCK_N, WIDTH))
+        else:
+            scale, least = 16.0, -16.0
+            if MINIMA:
+                of_x += tl.sum(values.to(tl.float32), 1)
+        columns = _columns(values)
+        for i in tl.static_range(8):
+            sums = _add_product(sums, columns[i], word, i, scale, least)
+    _store_few(
+        sums,
+        of_x,
+        row,
+        token,
+        scales,
+        minima,
+        bias,
+        residual,
+        out,
+        tokens,
+        rows,
+        residual_stride,
+        factor,
+        G,
+        MINIMA,
+        BIAS,
+        RESIDUAL,
+    )
 
 
 @triton.jit
@@ -339,6 +504,7 @@ def product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     factor: float = 1.0,
+    norm: tuple[torch.Tensor | None, float] | None = None,
 ) -> torch.Tensor:
     """x Wᵀ + bias, or with a residual: residual + factor * (x Wᵀ + bias).
 
@@ -348,29 +514,38 @@ def product(
         scales, minima: [N, groups], float32 or halves; none of floats.
         group: columns of a group, a power of two from 16 to 256, where a row has several.
         residual: [M, N], the values of a token neighbours in memory.
+        norm: weight [K] and epsilon of a root mean square norm of x, which is not rounded; of one token.
     """
     tokens, cols = x.shape
     rows, stored = q.shape
     groups = 0 if scales is None else scales.shape[-1]
     out = x.new_empty(tokens, rows)
-    given = (x, q, x if scales is None else scales, x if minima is None else minima, x if bias is None else bias)
-    to = x if residual is None else residual
     form = {"G": group if groups > 1 else 0, "MINIMA": minima is not None, "BIAS": bias is not None}
     form["RESIDUAL"] = residual is not None
+    bits = 4 if q.dtype is torch.uint8 else 8
+    if bits == 4:
+        q = q.view(torch.int32)
+        stored = q.shape[1]
+    given = (x, q, x if scales is None else scales, x if minima is None else minima, x if bias is None else bias)
+    to = x if residual is None else residual
 
     def grid(sizes: dict[str, Any]) -> tuple[int]:
         return (triton.cdiv(rows, sizes["BLOCK_N"]),)
 
-    bits = 4 if q.dtype is torch.uint8 else 8
-    if tokens == 1 and bits == 4:
-        words = q.view(torch.int32)
-        _one_token_words[grid](x, words, *given[2:], to, out, rows, words.shape[1], groups, factor, COLS=cols, **form)
-    elif tokens == 1:
-        _one_token[grid](*given, to, out, rows, stored, groups, factor, COLS=cols, SCALES=scales is not None, **form)
+    if tokens == 1:
+        weight, eps = norm or (None, 0.0)
+        form |= {"NORM": norm is not None, "NORM_WEIGHT": weight is not None}
+        one = (*given, to, x if weight is None else weight, out, rows, stored, groups, factor, eps)
+        if bits == 4:
+            _one_token_words[grid](*one, COLS=cols, **form)
+        else:
+            _one_token[grid](*one, COLS=cols, SCALES=scales is not None, **form)
     elif tokens:
+        assert norm is None
         block_m = max(16, triton.next_power_of_2(tokens))
         others = (to, out, tokens, rows, stored, groups, x.stride(0), to.stride(0), factor)
-        _few_tokens[grid](*given, *others, COLS=cols, BITS=bits, BLOCK_M=block_m, **form)
+        kernel = _few_tokens_words if bits == 4 else _few_tokens
+        kernel[grid](*given, *others, COLS=cols, BLOCK_M=block_m, **form)
     return out
 
 
