@@ -148,6 +148,8 @@ def test_an_encoder_without_a_native_family(
     embedder = Embedder(tmp_path, FP32)
     numpy.testing.assert_allclose(embedder.embed(TEXTS), wanted.numpy(), atol=1e-4)
     assert embedder.embed([]).shape == (0, 64)
+    with pytest.raises(UsageError, match="no head that scores pairs"):
+        Reranker(tmp_path, FP32)
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     capsys.readouterr()
     assert main(["embed", str(tmp_path / "a.txt"), "--model", str(tmp_path), "--dtype", "fp32", "-q"]) == 0

@@ -15,6 +15,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.encoders.opening import scores_texts
 from anyaccel.inference.encoders.pooling import Pooling
 from anyaccel.inference.generic.runtime import Packed, pack
 from anyaccel.inference.options import ModelOptions
@@ -60,6 +61,8 @@ class OwnCode:
             raise UsageError(f"{options.rank_options}: an encoder runs in one process")
         if options.draft is not None:
             raise UsageError("draft: an encoder predicts no tokens")
+        if head and not scores_texts(folder):  # transformers would make a random one
+            raise UsageError(f"{folder}: the model has no head that scores pairs of texts; `anyaccel embed` is for it")
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(options.dtype, torch.bfloat16)
