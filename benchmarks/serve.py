@@ -90,11 +90,14 @@ def peer(text: str, threads: int, most: int, words_each: int) -> Contender:
             str(most * (max(2 * words_each, 256) + 256) + 2048),
         ]
         return Contender(name, [*words, "--kv-unified", "--log-disable"])
-    if name == "vllm":
+    if name in ("vllm", "vllm-transformers"):
         words = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", "PORT"]
         words += ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", str(most)]
+        words += ["--model-impl", "transformers"] if name == "vllm-transformers" else []
         return Contender(name, words, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"})
-    raise SystemExit(f"--peer {text}: llama.cpp=PROGRAM:MODEL.gguf or vllm=PYTHON:FOLDER")
+    raise SystemExit(
+        f"--peer {text}: llama.cpp=PROGRAM:MODEL.gguf, vllm=PYTHON:FOLDER or vllm-transformers=PYTHON:FOLDER"
+    )
 
 
 class Server:
