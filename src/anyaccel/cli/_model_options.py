@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.cli._parser import size
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, named_path, no_such_model
+from anyaccel.inference.checkpoints.quantised import has_quantised_weights
 from anyaccel.inference.native.draft import MOST_DRAFTS, MTP
 from anyaccel.inference.options import CACHE_DTYPES, DTYPES, GROUP_SIZES, RUNTIMES, ModelOptions, dtype_name
 from anyaccel.terminal import did_you_mean
@@ -39,9 +40,8 @@ def add_model_options(parser: Parser) -> None:
         "--dtype",
         type=dtype_name,
         choices=DTYPES,
-        default="bf16",
         help="precision of weights and arithmetic; int8 and int4 are for the weights only; auto: the precision of the "
-        "file (default: bf16)",
+        "file (default: auto for quantised weights, bf16 for others)",
     )
     add(
         "--group-size",
@@ -331,8 +331,23 @@ def model_of(options: argparse.Namespace) -> ModelOptions:
     Raises:
         UsageError: a value is out of its range, or does not go with another one.
     """
-    given = vars(options) | {"draft": options.draft.model or None}
+    given = vars(options) | {"draft": options.draft.model or None, "dtype": options.dtype or "bf16"}
     return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
+
+
+def choose_model(options: argparse.Namespace) -> None:
+    """Put the path of --model, and the --dtype that it has by default, into the options.
+
+    Raises:
+        UsageError: the model is not there.
+    """
+    path = model_path(options.model)
+    options.model, options.dtype = str(path), options.dtype or usual_dtype(path, options.runtime)
+
+
+def usual_dtype(model: Path, runtime: str = "auto") -> str:
+    """What --dtype is by default: quantised weights stay as they are stored, others become bfloat16."""
+    return "auto" if runtime not in ("torch", "plain") and has_quantised_weights(model) else "bf16"
 
 
 def sampling_of(options: argparse.Namespace) -> SamplingOptions:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._model_options import model_path
+from anyaccel.cli._model_options import model_path, usual_dtype
 from anyaccel.cli._screen import keep_bytes
 from anyaccel.errors import UsageError
 from anyaccel.inference.options import DTYPES, GROUP_SIZES, ModelOptions, dtype_name
@@ -28,8 +28,8 @@ def add_options(parser: Parser) -> None:
         "--dtype",
         type=dtype_name,
         choices=DTYPES,
-        default="bf16",
-        help="precision of the weights; int8 and int4 are for the weights only; auto: that of the file (default: bf16)",
+        help="precision of the weights; int8 and int4 are for the weights only; auto: that of the file (default: auto "
+        "for quantised weights, bf16 for others)",
     )
     add(
         "--group-size",
@@ -43,9 +43,9 @@ def add_options(parser: Parser) -> None:
 
 def options_of(options: argparse.Namespace) -> tuple[Path, ModelOptions]:
     """The model's folder, and how it is loaded."""
-    return model_path(options.model), ModelOptions(
-        dtype=options.dtype, group_size=options.group_size, threads=options.threads
-    )
+    path = model_path(options.model)
+    dtype = options.dtype or usual_dtype(path)
+    return path, ModelOptions(dtype=dtype, group_size=options.group_size, threads=options.threads)
 
 
 def read_texts(files: list[str]) -> list[str]:

@@ -18,9 +18,9 @@ from anyaccel.cli._model_options import (
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    choose_model,
     cluster_of,
     model_of,
-    model_path,
     naming_options,
     sampling_of,
     set_chat_template,
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = build_parser().parse_args(argv)
     check_numbers(options)
-    options.model = str(model_path(options.model))
+    choose_model(options)
     screen = Screen(shown=not options.quiet)
     with screen.loading(), naming_options(options):
         opened = _open(options, screen)

@@ -19,9 +19,9 @@ from anyaccel.cli._model_options import (
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    choose_model,
     cluster_of,
     model_of,
-    model_path,
     naming_options,
     sampling_of,
     set_chat_template,
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is for conversations: leave out {option} or --no-chat-template")
     options.prompt = _read_prompt(options.prompt)
-    options.model = str(model_path(options.model))
+    choose_model(options)
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
     with screen.loading(), naming_options(options):
         opened = _open(options, screen)

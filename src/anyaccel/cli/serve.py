@@ -28,6 +28,7 @@ from anyaccel.cli._model_options import (
     model_path,
     naming_options,
     set_chat_template,
+    usual_dtype,
 )
 from anyaccel.cli._parser import Parser, size
 from anyaccel.cli._screen import Screen
@@ -456,7 +457,8 @@ def _load_engine(
         draft_tokens=options.draft.tokens,
         draft_model=bool(options.draft.model),
     )
-    model = replace(model_of(options), lora=choice.lora)
+    dtype = options.dtype or usual_dtype(choice.path, options.runtime)
+    model = replace(model_of(options), lora=choice.lora, dtype=dtype)
     return open_engine(choice.path, model, screen, chosen, tokenizer, turns=turns, check=check)
 
 

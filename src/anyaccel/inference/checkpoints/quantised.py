@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.checkpoints.bitnet import BitNet
 from anyaccel.inference.checkpoints.bitsandbytes import BitsAndBytes4, BitsAndBytes8
 from anyaccel.inference.checkpoints.float4 import Float4, Mxfp4Experts
 from anyaccel.inference.checkpoints.float8 import Float8
+from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.hqq import Hqq
 from anyaccel.inference.checkpoints.packed_integers import CompressedIntegers, Gptq, awq
 from anyaccel.inference.checkpoints.quantised_layout import Layout, QuantisedSource, Unreadable
@@ -23,6 +24,7 @@ from anyaccel.inference.checkpoints.sources import SafetensorsSource, TensorSour
 from anyaccel.inference.checkpoints.torchao import TorchAo
 from anyaccel.validation import Fields, read_json, short_repr
 
+_FLOATS = ("f32", "f16", "bf16", "f64")
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
@@ -95,6 +97,16 @@ def folder_config(folder: Path) -> dict[str, Any]:
             bits = {"bits": said["w_bit"]} if "w_bit" in said else {}
             config["quantization_config"] = {**said, **bits, "quant_method": method}
     return config
+
+
+def has_quantised_weights(model: Path) -> bool:
+    """Whether a folder or a GGUF file says so of its weights; False also for what cannot be read."""
+    try:
+        if model.is_dir():
+            return bool(quantisation_of(folder_config(model)).known())
+        return any(info.type not in _FLOATS for info in GgufFile(model).infos.values())
+    except (AnyAccelError, OSError):
+        return False  # opening the model says why
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Fields:
