@@ -151,7 +151,7 @@ sanitize: $(STAMP)-demo ## build the native tests with address and thread saniti
 # has all, with vectors of 256 bits. The tests run each variant that a processor has.
 ARM64 := cortex-a72 neoverse-n1 max,sve-max-vq=2 max/portable
 # What `make test` runs of them: the kernels of the newest processor, compiled quickly, with a few cases of each kind.
-ARM64_SHORT ?= comm|optim|llm_(ops|matrix|gemm|attention)
+ARM64_SHORT ?= comm|optim|llm_(ops|matrix|gemm|attention|chosen)
 test-arm64: $(STAMP)-demo ## build the native tests for arm64 and run them with qemu, as several processors
 	tools/test_cross.sh aarch64 '$(TEST)' $(ARM64)
 

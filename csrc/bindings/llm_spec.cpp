@@ -120,6 +120,17 @@ llm::MlaSpec read_mla(const nb::handle& from) {
   return spec;
 }
 
+llm::IndexerSpec read_indexer(const nb::handle& from) {
+  llm::IndexerSpec spec;
+  get(from, "top_k", spec.top_k);
+  get(from, "heads", spec.heads);
+  get(from, "head_dim", spec.head_dim);
+  spec.norm = read_norm(at(from, "norm"));
+  get(from, "rope", spec.rope);
+  get(from, "own", spec.own);
+  return spec;
+}
+
 llm::AttentionSpec read_attention(const nb::handle& from) {
   llm::AttentionSpec spec;
   get(from, "heads", spec.heads);
@@ -148,6 +159,7 @@ llm::AttentionSpec read_attention(const nb::handle& from) {
   get(from, "bidirectional", spec.bidirectional);
   get(from, "fused_input", spec.fused_input);
   optional(from, "out_norm", spec.out_norm, read_norm);
+  optional(from, "indexer", spec.indexer, read_indexer);
   return spec;
 }
 

@@ -18,6 +18,7 @@ from anyaccel.inference.spec.decoder import (
     Attention,
     DecoderSpec,
     GatedLru,
+    Indexer,
     Layer,
     LinearAttention,
     Mla,
@@ -229,6 +230,8 @@ class Cached:
         self.values: list[Tensor | None] = [None] * layers
         self.seen: list[Tensor | None] = [None] * layers
         self.states: list[Tensor | None] = [None] * layers
+        self.index_keys: list[Tensor | None] = [None] * layers
+        self.chosen = torch.empty(0)  # of the last indexer: which tokens each new one sees
 
 
 class Reference:
@@ -304,6 +307,27 @@ class Reference:
         k_nope = made[0][..., : mla.nope_dim]
         return torch.cat([k_nope, k_rope.expand(-1, a.heads, -1)], -1), made[1][..., mla.nope_dim :]
 
+    def _chosen(
+        self, index: int, a: Attention, indexer: Indexer, x: Tensor, positions: Tensor, sequence: Cached
+    ) -> Tensor:
+        """Which of all tokens each new one sees, [tokens, keys]."""
+        at, w, length = f"layers.{index}", self.w, sequence.length + len(x)
+        assert a.mla is not None
+        latent = _norm(a.mla.q_norm, f"{at}.q_a_norm", _linear(f"{at}.q_a", x, w), w)
+        q = _linear(f"{at}.index_q", latent, w).unflatten(-1, (indexer.heads, indexer.head_dim))
+        k = _norm(indexer.norm, f"{at}.index_norm", _linear(f"{at}.index_k", x, w), w)[:, None]
+        if indexer.rope >= 0:
+            rope = self.spec.ropes[indexer.rope]
+            q, k = (_rotate(rope, each, rope.first, positions, length) for each in (q, k))
+        earlier = sequence.index_keys[index]
+        k = self.keep(k) if earlier is None else torch.cat([earlier, self.keep(k)])
+        sequence.index_keys[index] = k
+        scores = torch.einsum("qhd,kd->qhk", q, k[:, 0]).relu()
+        scores = torch.einsum("qh,qhk->qk", _linear(f"{at}.index_weights", x, w), scores)
+        scores = scores.masked_fill(torch.arange(length) > positions[:, None], -math.inf)
+        best = scores.topk(min(indexer.top_k, length), -1).indices
+        return torch.zeros_like(scores).scatter(1, best, 1.0).bool()
+
     def _attention(self, index: int, a: Attention, x: Tensor, sequence: Cached) -> Tensor:
         at = f"layers.{index}"
         count = x.shape[0]
@@ -330,6 +354,10 @@ class Reference:
         if a.alibi:
             scores = scores + torch.tensor(a.alibi, dtype=x.dtype)[:, None, None] * distance
         seen = distance <= 0
+        if a.indexer is not None:
+            if a.indexer.own:
+                sequence.chosen = self._chosen(index, a, a.indexer, x, positions, sequence)
+            seen = seen & sequence.chosen
         if a.window:
             seen &= distance > -a.window
         if a.chunk:

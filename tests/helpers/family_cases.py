@@ -43,6 +43,8 @@ _MLA_ONLY = {
     "v_head_dim": 10,
     "num_key_value_heads": 6,
 }
+# Enough heads that a score of 0, of which many are equal, is rare; fewer tokens than the prompts have.
+_INDEXER = {"index_topk": 5, "index_head_dim": 16, "index_n_heads": 12, "n_group": 2, "topk_group": 1}
 _EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _LAYERS4 = {"num_hidden_layers": 4}
 
@@ -569,6 +571,26 @@ CASES |= {
             mlp_bias=True,
         ),
     ),
+    "deepseek_v32": ("DeepseekV32Config", common() | _MLA | _INDEXER),
+    "deepseek_v32-yarn": (
+        "DeepseekV32Config",
+        common()
+        | _MLA
+        | _INDEXER
+        | {
+            "index_head_dim": 20,
+            "index_n_heads": 13,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", common() | _MLA | _INDEXER),
+    "glm_moe_dsa-shared": (
+        "GlmMoeDsaConfig",
+        common() | _MLA | _INDEXER | {"indexer_types": ["full", "shared", "full"]},
+    ),
+    "glm_moe_dsa-every-second": ("GlmMoeDsaConfig", common() | _MLA | _INDEXER | {"index_topk_freq": 2}),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         common(**_MLA_ONLY, num_hidden_layers=3, n_group=2, topk_group=1, **_EXPERTS),

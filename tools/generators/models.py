@@ -84,6 +84,8 @@ def _attention(spec: DecoderSpec, layer: Layer) -> Iterator[str]:
         yield "latent"
         if a.mla.q_rank:
             yield "latent queries"
+        if a.indexer is not None:
+            yield "sparse by an indexer" if a.indexer.own else "another layer's choice"
     else:
         yield "MHA" if a.kv_heads == a.heads else "MQA" if a.kv_heads == 1 else "GQA"
     features = {

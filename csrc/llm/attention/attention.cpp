@@ -208,7 +208,8 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
   for (const Query& query : *step.queries) {
     const Division d = divide(query, shape, step.options);
     if (d.rows == 0) continue;
-    const CacheSequence& sequence = cache.at(query.sequence);
+    uint8_t* const* const pages = query.pages != nullptr ? query.pages : cache.at(query.sequence).data.data();
+    const size_t offset = query.pages != nullptr ? 0 : cache.offsets[static_cast<size_t>(step.layer)];
     pieces(query, d, shape, step.options, [&](const Piece& piece) {
       const int64_t cost = piece.cost();
       const int64_t middle = done + cost / 2;
@@ -230,8 +231,8 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       AttendTask task{};
       task.layout = &layout;
       task.options = &options;
-      task.pages = sequence.data.data();
-      task.offset = cache.offsets[static_cast<size_t>(step.layer)] + layout.bytes * static_cast<size_t>(piece.kv_head);
+      task.pages = pages;
+      task.offset = offset + layout.bytes * static_cast<size_t>(piece.kv_head);
       task.q = step.q + query.row * step.q_stride + static_cast<int64_t>(piece.kv_head) * group * shape.head_dim;
       task.q_stride = step.q_stride;
       task.group = group;

@@ -28,7 +28,7 @@ struct AttentionShape {
   int heads;  // query heads, a multiple of kv_heads
   int kv_heads;
   int head_dim;      // of queries and keys
-  int value_dim;     // of values and of the result
+  int value_dim;     // of values and of the result; 0: the cache has keys only
   int same_as = -1;  // an earlier layer whose keys and values these are; -1: they have a place of their own
   bool operator==(const AttentionShape&) const = default;
 };
@@ -62,6 +62,8 @@ struct AttentionOptions {
   const float* bias = nullptr;  // score += bias[head * bias_head + key position - query position]; 16 more can be read
   int64_t bias_head = 0;
   const DistanceScores* distances = nullptr;  // of layers with as many KV heads; f32 and bf16 only
+  const uint64_t* seen = nullptr;  // of each of the query's tokens a bit for each token that it sees, a word a page
+  int64_t seen_stride = 0;         // in words
 };
 
 // A step's keys and values do not fit the cache.
@@ -128,6 +130,7 @@ struct Query {
   int row;              // of the first one among the step's tokens
   bool whole = false;   // however few they are, the context is not divided: as a part of a long prompt
   bool shared = false;  // another query of the step sees these tokens, so they are in the cache before any attends
+  uint8_t* const* pages = nullptr;  // attend() sees these, of this layer alone, in place of those of the cache
 };
 
 // Whether threads divide the query's context among them: it has few tokens, and is no part of a long prompt.

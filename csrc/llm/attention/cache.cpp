@@ -190,11 +190,13 @@ KvCache::KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t 
   size_t bytes = 0;
   for (const AttentionShape& shape : layers) {
     if (shape.kv_heads < 1 || shape.heads < shape.kv_heads || shape.heads % shape.kv_heads != 0 || shape.head_dim < 1 ||
-        shape.value_dim < 1 || shape.head_dim > 4096 || shape.value_dim > 4096 || shape.heads > 65536)
+        shape.value_dim < 0 || shape.head_dim > 4096 || shape.value_dim > 4096 || shape.heads > 65536)
       throw std::invalid_argument("impossible attention shape: " + std::to_string(shape.heads) + " heads, " +
                                   std::to_string(shape.kv_heads) + " key/value heads, of " +
                                   std::to_string(shape.head_dim) + " and " + std::to_string(shape.value_dim));
-    impl_->layouts.push_back(head_layout(shape, format));
+    // An indexer's keys choose tokens: with four bits they are as DeepSeek has them, of eight.
+    const bool keys_only = shape.value_dim == 0 && format == CacheFormat::i4;
+    impl_->layouts.push_back(head_layout(shape, keys_only ? CacheFormat::i8 : format));
     if (shape.same_as >= 0) {
       const auto of = static_cast<size_t>(shape.same_as);
       if (of >= impl_->offsets.size() || layers[of].same_as >= 0 || layers[of].kv_heads != shape.kv_heads ||

@@ -20,12 +20,18 @@ constexpr float kLog2E = 1.44269504088896341f;
 struct Rows {
   int64_t position[kTaskRows];
   int64_t first_seen[kTaskRows];
-  int64_t end[kTaskRows];        // behind the last one seen
-  const float* bias[kTaskRows];  // of the key at position 0; or null
+  int64_t end[kTaskRows];           // behind the last one seen
+  const float* bias[kTaskRows];     // of the key at position 0; or null
+  const uint64_t* seen[kTaskRows];  // a word a page; or null
   float slope[kTaskRows];
   float largest[kTaskRows + kLanes];  // score so far
   float total[kTaskRows][kLanes];     // of 2^(score - largest), by lanes
 };
+
+// 0 for each set bit, -infinity for the others.
+void hidden_by(uint64_t seen, float* out) {
+  for (int j = 0; j < kPageTokens; ++j) out[j] = seen >> j & 1 ? 0.0f : -kInfinity;
+}
 
 // Scores of rows [first, first + count) become weights; factors are what their earlier sums are to be multiplied by.
 // Without branches on the scores, in loops over rows that do not wait for each other.
@@ -38,7 +44,11 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
     const int64_t position = rows.position[first + r];
     const int64_t low = rows.first_seen[first + r] - page_begin, high = rows.end[first + r] - page_begin;
     Vec top = broadcast(-kInfinity);
-    if (!kScaled && !kChanged && low <= 0 && high >= columns) {
+    const uint64_t* const words = rows.seen[first + r];
+    const uint64_t seen = words == nullptr ? ~uint64_t{0} : words[page_begin / kPageTokens];
+    float hidden[kPageTokens];
+    if (~seen != 0) hidden_by(seen, hidden);
+    if (!kScaled && !kChanged && low <= 0 && high >= columns && ~seen == 0) {
       for (int j = 0; j < columns; j += kLanes) top = max(load(s + j), top);
       found[r] = largest(top);
       continue;
@@ -58,6 +68,7 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
         v = select(less(index, broadcast(static_cast<float>(low))), broadcast(-kInfinity), v);
         v = select(less(index, broadcast(static_cast<float>(high))), v, broadcast(-kInfinity));
       }
+      if (~seen != 0) v = add(v, load(hidden + j));
       store(s + j, v);
       top = max(v, top);
     }
@@ -205,6 +216,7 @@ void attend_rows(const AttendTask& task) {
     rows.first_seen[r] = first_seen(options, rows.position[r]);
     rows.end[r] = end_of_seen(options, rows.position[r], task.length);
     rows.bias[r] = options.bias == nullptr ? nullptr : options.bias + head_of(r) * options.bias_head - rows.position[r];
+    rows.seen[r] = options.seen == nullptr ? nullptr : options.seen + token_of(r) * options.seen_stride;
     rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head_of(r)];
     rows.largest[r] = -kInfinity;
     store(rows.total[r], broadcast(0.0f));

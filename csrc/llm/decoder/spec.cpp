@@ -21,6 +21,29 @@ void in_range(const std::string& where, const char* name, int64_t value, int64_t
                     std::to_string(most));
 }
 
+// The tokens that a layer has chosen are kept as long as its run: a layer without an indexer of its own is in the same
+// stage as the one before it that has one.
+void check_indexer(const std::string& where, const AttentionSpec& a, const DecoderSpec& spec) {
+  const IndexerSpec& indexer = *a.indexer;
+  if (!a.mla || a.mla->q_rank < 1 || a.window > 0 || a.chunk > 0)
+    fail(where, "an indexer goes with mla that has a latent of queries, and with neither window nor chunk");
+  in_range(where, "indexer.top_k", indexer.top_k, 1, INT32_MAX);
+  in_range(where, "indexer.heads", indexer.heads, 1, 1 << 16);
+  in_range(where, "indexer.head_dim", indexer.head_dim, 1, 4096);
+  in_range(where, "indexer.rope", indexer.rope, -1, static_cast<int64_t>(spec.ropes.size()) - 1);
+  if (indexer.rope >= 0) {
+    const RopeSpec& rope = spec.ropes[static_cast<size_t>(indexer.rope)];
+    if (rope.first < 0 || rope.first + 2 * static_cast<int64_t>(rope.inv_freq.size()) > indexer.head_dim)
+      fail(where, "the indexer's rope rotates more than its heads have");
+  }
+  if (indexer.own) return;
+  for (const LayerSpec& layer : spec.layers) {
+    if (layer.attention && &*layer.attention == &a) break;
+    if (layer.attention && layer.attention->indexer && layer.attention->indexer->own) return;
+  }
+  fail(where, "no layer before it has an indexer");
+}
+
 void check_attention(const std::string& where, const AttentionSpec& a, const DecoderSpec& spec, bool of_side_block) {
   in_range(where, "heads", a.heads, 1, 1 << 16);
   in_range(where, "kv_heads", a.kv_heads, 1, a.heads);
@@ -64,6 +87,7 @@ void check_attention(const std::string& where, const AttentionSpec& a, const Dec
       fail(where, "mla needs head_dim = nope_dim + rope_dim and as many kv_heads as heads");
     if (a.qk_norm || a.gated) fail(where, "mla has no qk_norm and no gate");
   }
+  if (a.indexer) check_indexer(where, a, spec);
   if (a.fused_input && a.mla) fail(where, "mla reads one input");
   if (a.fused_input && !of_side_block &&
       (!spec.hidden_inputs || spec.hidden_inputs->fused || &a != &*spec.layers[0].attention))
@@ -293,6 +317,9 @@ void check(const DecoderSpec& spec) {
     if (latent == nullptr) latent = &a;
     if (a.heads != latent->heads || a.head_dim != latent->head_dim || a.value_dim != latent->value_dim)
       fail(where, "mla has other heads than a layer before");
+    if (a.indexer.has_value() != latent->indexer.has_value() ||
+        (a.indexer && a.indexer->top_k != latent->indexer->top_k))
+      fail(where, "all layers with mla have an indexer of one top_k, or none of them has one");
   }
 }
 

@@ -49,6 +49,15 @@ struct MlaSpec {
   NormSpec kv_norm;
 };
 
+struct IndexerSpec {
+  int top_k = 0;
+  int heads = 0;
+  int head_dim = 0;
+  NormSpec norm;
+  int rope = -1;
+  bool own = true;
+};
+
 struct AttentionSpec {
   int heads = 0;
   int kv_heads = 0;
@@ -76,6 +85,7 @@ struct AttentionSpec {
   bool bidirectional = false;
   bool fused_input = false;
   std::optional<NormSpec> out_norm;
+  std::optional<IndexerSpec> indexer;
 
   bool own_keys() const { return kv_layer < 0; }
 };
@@ -335,6 +345,9 @@ inline AttentionShape cache_shape(const AttentionSpec& a) {
   if (a.mla) return {a.heads, 1, a.mla->kv_rank + a.mla->rope_dim, a.mla->kv_rank};
   return {a.heads, a.kv_heads, a.head_dim, a.value_dim};
 }
+
+// And of its indexer: keys without values.
+inline AttentionShape cache_shape(const IndexerSpec& a) { return {a.heads, 1, a.head_dim, 0}; }
 
 inline int64_t result_width(const LinearAttentionSpec& a) { return product(a.heads, a.value_dim); }
 // Channels of queries, keys and values; the gate's rows follow them.

@@ -272,6 +272,13 @@ class WeightWalk {
       matrix(at + "kv_a", int64_t{m.kv_rank} + m.rope_dim, hidden_, out.kv_a, a.qkv_bias);
       norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
       matrix(at + "kv_b", product(a.heads, int64_t{m.nope_dim} + a.value_dim), m.kv_rank, out.kv_b);
+      if (a.indexer && a.indexer->own) {
+        const IndexerSpec& indexer = *a.indexer;
+        matrix(at + "index_q", product(indexer.heads, indexer.head_dim), m.q_rank, out.index_q);
+        matrix(at + "index_k", indexer.head_dim, hidden_, out.index_k);
+        norm(at + "index_norm", indexer.norm, indexer.head_dim, out.index_norm);
+        matrix(at + "index_weights", indexer.heads, hidden_, out.index_weights);
+      }
     } else {
       query_keys_values(at, a, out);
     }
@@ -782,6 +789,9 @@ Weights::Load Weights::load(const DecoderSpec& spec) const {
                                      &layer.q_b,
                                      &layer.kv_a,
                                      &layer.kv_b,
+                                     &layer.index_q,
+                                     &layer.index_k,
+                                     &layer.index_weights,
                                      &layer.router,
                                      &layer.shared_gate,
                                      &layer.input_gate,

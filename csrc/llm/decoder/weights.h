@@ -71,7 +71,8 @@ struct LayerWeights {
   LinearWeights qkv, o;
   LinearWeights v;                     // of values in another format than queries and keys; else they are in qkv
   LinearWeights q_a, q_b, kv_a, kv_b;  // MLA; queries without a latent have no q_a
-  Norm q_norm, k_norm, q_a_norm, kv_a_norm;
+  LinearWeights index_q, index_k, index_weights;  // of an indexer
+  Norm q_norm, k_norm, q_a_norm, kv_a_norm, index_norm;
   std::vector<LatentHead> latent_heads;
   const float* sinks = nullptr;
   // Recurrent mixers. `mix_in` of a short convolution is x, `mix_gates` b and c; of linear attention it is queries,

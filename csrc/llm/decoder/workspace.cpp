@@ -54,6 +54,11 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
         most(latent_out, int64_t{a.heads} * a.mla->kv_rank);
         most(expanded, int64_t{a.head_dim} + a.value_dim);
       }
+      if (a.indexer) {
+        most(index_q, int64_t{a.indexer->heads} * a.indexer->head_dim);
+        most(index_key, a.indexer->head_dim);
+        most(index_weights, a.indexer->heads);
+      }
     }
     if (layer.short_conv) {
       most(mixed, layer.short_conv->channels);
@@ -109,9 +114,9 @@ Widths::Widths(const DecoderSpec& spec) : hidden(spec.hidden) {
 }
 
 int64_t Widths::token_floats() const {
-  return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + keys + out + (gated ? 2 : 1) * features + router +
-         (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed + steps + mixer_out + fused +
-         draft_vocab + laurel +
+  return 4 * hidden + (two_norms ? hidden : 0) + qkv + 2 * latent + keys + index_q + index_key + index_weights + out +
+         (gated ? 2 : 1) * features + router + (top_k > 0 ? hidden : 0) + layer_inputs + (two_gates ? 3 : 1) * mixed +
+         steps + mixer_out + fused + draft_vocab + laurel +
          (streams > 1   ? 2 * streams - 1
           : laurel > 0  ? 1
           : side_blocks ? 2
@@ -136,6 +141,9 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.latent = rows(wanted, widths.latent);
   next.second_latent = rows(wanted, widths.latent);
   next.keys = rows(wanted, widths.keys);
+  next.index_q = rows(wanted, widths.index_q);
+  next.index_key = rows(wanted, widths.index_key);
+  next.index_weights = rows(wanted, widths.index_weights);
   next.absorbed = rows(kLatentTokens, widths.absorbed);
   next.latent_out = rows(kLatentTokens, widths.latent_out);
   next.latent_tile = rows(kLatentTile, widths.keys);

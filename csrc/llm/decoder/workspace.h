@@ -89,6 +89,9 @@ struct Widths {
   int64_t keys = 0;      // MLA: the latent and the rotated part
   int64_t absorbed = 0;  // MLA: queries of all heads for those, and what they see of latents
   int64_t latent_out = 0;
+  int64_t index_q = 0;  // of an indexer: queries of all heads, a key, and the heads' weights
+  int64_t index_key = 0;
+  int64_t index_weights = 0;
   int64_t expanded = 0;    // MLA: a key and a value of one head
   int64_t out = 0;         // of attention
   int64_t mixed = 0;       // of a recurrent mixer: what it makes of its input
@@ -131,6 +134,7 @@ struct Workspace {
   };
 
   Buffer residual, x, second_x, qkv, latent, second_latent, keys, out, gate, up, router, expert_out, layer_inputs;
+  Buffer index_q, index_key, index_weights;
   Buffer absorbed, latent_out, latent_tile;  // of kLatentTokens and kLatentTile tokens
   Buffer mixed, mix_gates[2], steps, mixer_out, fused, draft_logits, embedded;
   // Streams are padded_stride(hidden) apart; `side` is what their linears, laurel or a side block give.

@@ -7,6 +7,7 @@
 
 #include "comm/errors.h"
 #include "common/hash.h"
+#include "llm/attention/cache.h"
 #include "llm/errors.h"
 #include "llm/forward/step_thread.h"
 
@@ -68,9 +69,11 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   add_shape(shapes_, weights.fuse.w);
   for (const LayerWeights& layer : weights.layers) {
     for (const LinearWeights* linear :
-         {&layer.qkv, &layer.v, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.router, &layer.shared_gate,
-          &layer.input_gate, &layer.input_down, &layer.mix_in, &layer.mix_steps, &layer.mix_select, &layer.mix_step_up,
-          &layer.mix_gate_up, &layer.mix_out, &layer.laurel_down, &layer.laurel_up, &layer.side})
+         {&layer.qkv,         &layer.v,           &layer.o,           &layer.q_a,           &layer.q_b,
+          &layer.kv_a,        &layer.index_q,     &layer.index_k,     &layer.index_weights, &layer.router,
+          &layer.shared_gate, &layer.input_gate,  &layer.input_down,  &layer.mix_in,        &layer.mix_steps,
+          &layer.mix_select,  &layer.mix_step_up, &layer.mix_gate_up, &layer.mix_out,       &layer.laurel_down,
+          &layer.laurel_up,   &layer.side})
       add_shape(shapes_, linear->w);
     for (const LinearWeights& each : layer.head_gates) add_shape(shapes_, each.w);
     const auto add_mlp = [&](const MlpWeights& mlp) {
@@ -90,6 +93,11 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
   rotations_.resize(spec.ropes.size());
   int with_attention = 0;
   for (const LayerSpec& layer : spec.layers) cache_layers_.push_back(layer.attention ? with_attention++ : -1);
+  for (const LayerSpec& layer : spec.layers) {
+    const bool chooses = layer.attention && layer.attention->indexer;
+    index_layers_.push_back(chooses && layer.attention->indexer->own ? with_attention++ : -1);
+    if (chooses) top_k_ = layer.attention->indexer->top_k;
+  }
   if (spec.is_encoder()) std::fill(cache_layers_.begin(), cache_layers_.end(), 0);  // nothing is seen by later steps
 }
 
@@ -197,6 +205,7 @@ void Forward::prepare_latent(const StepTokens& step) {
     run.queries.back().row = static_cast<int>(query.row - run.row);
     run.tokens += query.tokens;
   }
+  if (top_k_ > 0) prepare_chosen(step);
   if (longest == 0) return;
   constexpr size_t kMostBytes = size_t{256} << 20;  // of expanded keys, all threads together
   expanded_.resize(static_cast<size_t>(team_.size()));
@@ -210,6 +219,34 @@ void Forward::prepare_latent(const StepTokens& step) {
     for (ExpandedKeys& expanded : expanded_)
       expanded.reserve(a.head_dim, a.value_dim, format, expanded_heads_, longest);
     break;  // all layers have the same heads: check()
+  }
+}
+
+// Of few tokens, those that choose what they see are queries of their own, whose context is copies of that.
+void Forward::prepare_chosen(const StepTokens& step) {
+  size_t page_bytes = 0;
+  for (size_t i = 0; i < spec_.layers.size(); ++i)
+    if (spec_.layers[i].attention && spec_.layers[i].attention->mla)
+      page_bytes = std::max(page_bytes, cache_.impl().layouts[static_cast<size_t>(cache_layers_[i])].bytes);
+  chosen_.reserve(step.queries, top_k_, page_bytes);
+  for (LatentRun& run : latent_runs_) {
+    std::vector<Query> whole;
+    for (Query query : run.queries) {
+      const int tokens = query.tokens;
+      query.tokens = static_cast<int>(std::clamp<int64_t>(top_k_ - query.position, 0, tokens));
+      if (query.tokens > 0) whole.push_back(query);
+      for (int t = query.tokens; t < tokens; ++t) {
+        if (run.choosing.empty() || static_cast<int64_t>(run.choosing.back().size()) == chosen_.copies())
+          run.choosing.emplace_back();
+        std::vector<Query>& group = run.choosing.back();
+        group.push_back({.sequence = query.sequence,
+                         .position = top_k_ - 1,
+                         .tokens = 1,
+                         .row = query.row + t,
+                         .pages = chosen_.pages(static_cast<int64_t>(group.size()))});
+      }
+    }
+    run.queries.swap(whole);
   }
 }
 

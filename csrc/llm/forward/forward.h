@@ -8,6 +8,7 @@
 
 #include "common/team.h"
 #include "llm/attention/attention.h"
+#include "llm/attention/chosen.h"
 #include "llm/attention/distances.h"
 #include "llm/attention/expanded_keys.h"
 #include "llm/decoder/profile.h"
@@ -102,11 +103,14 @@ class Forward {
   struct LatentRun {
     int64_t row, tokens;
     std::vector<Query> queries;
+    // Of one token each, which sees copies of what it has chosen: in groups for which there is room at once.
+    std::vector<std::vector<Query>> choosing;
   };
 
   void prepare(const StepTokens& step);
   // Divides the queries by how latent attention computes them.
   void prepare_latent(const StepTokens& step);
+  void prepare_chosen(const StepTokens& step);
   void find_spans(const StepTokens& step);
   // Room for sequences of `length` tokens in distances_.
   void spread_bias(int64_t length);
@@ -131,6 +135,9 @@ class Forward {
   std::vector<RopeTable> ropes_;
   const StateLayout states_;
   std::vector<int> cache_layers_;  // of each layer with attention: its number in the cache
+  std::vector<int> index_layers_;  // and that of its indexer's keys
+  int64_t top_k_ = 0;              // of indexers; 0: there are none
+  Chosen chosen_;                  // by the indexers
   // Of encoders with relative_bias: for each head one value for each distance of a key and a query, from -length on.
   std::vector<float> distances_;
   int64_t distances_length_ = 0;

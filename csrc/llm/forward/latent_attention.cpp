@@ -7,6 +7,9 @@
 // all heads.
 // A long query: keys and values of all heads are made of the latents of its context, which takes a third of the
 // multiplications. Each thread makes those of its own heads.
+//
+// With an indexer, a token whose context is longer than `top_k` sees what it has chosen: few tokens each see a copy of
+// their own, made of the cache; of a long query, whose tokens choose differently, the others are hidden.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -28,6 +31,14 @@ void StepThread::project_latent(const AttentionSpec& spec, const LayerWeights& w
   multiply_into(weights.kv_a, input(weights.kv_a.w.shape(), x_, hidden_stride_, tokens_), shared_.second_latent.get(),
                 stride);
   if (!latent_queries) return;
+  const bool chooses = spec.indexer && spec.indexer->own;
+  if (chooses) {
+    const Input& in = input(weights.index_k.w.shape(), x_, hidden_stride_, tokens_);
+    multiply_into(weights.index_k, in, shared_.index_key.get(), padded_stride(forward_.widths_.index_key));
+    const Input& of_weights = input(weights.index_weights.w.shape(), x_, hidden_stride_, tokens_);
+    multiply_into(weights.index_weights, of_weights, shared_.index_weights.get(),
+                  padded_stride(forward_.widths_.index_weights));
+  }
   barrier(Work::qkv);
   // In small steps every thread norms all latents for itself.
   float* normed = small_ ? own_.latent.get() : q_latent;
@@ -35,6 +46,9 @@ void StepThread::project_latent(const AttentionSpec& spec, const LayerWeights& w
     norm(weights.q_a_norm, q_latent + t * stride, mla.q_rank, normed + t * stride);
   fresh();
   multiply_into(weights.q_b, input(weights.q_b.w.shape(), normed, stride, tokens_), shared_.qkv.get(), qkv_stride_);
+  if (!chooses) return;
+  const Input& in = input(weights.index_q.w.shape(), normed, stride, tokens_);
+  multiply_into(weights.index_q, in, shared_.index_q.get(), padded_stride(forward_.widths_.index_q));
 }
 
 // Turns queries, and makes the cache's keys: normed latents with the part of a key that all heads share, turned.
@@ -68,6 +82,52 @@ void StepThread::rotate_latent(const AttentionSpec& spec, const LayerWeights& we
   }
 }
 
+void StepThread::attend_queries(const AttentionStep& step) noexcept {
+  attend(step, forward_.scratch_, thread_, threads_);
+  barrier(Work::attend);
+  if (!needs_combine(step, threads_)) return;
+  combine(step, forward_.scratch_, thread_, threads_);
+  barrier(Work::attend);
+}
+
+void StepThread::rotate_index(const IndexerSpec& spec, const LayerWeights& weights) noexcept {
+  const int64_t q_stride = padded_stride(forward_.widths_.index_q),
+                key_stride = padded_stride(forward_.widths_.index_key);
+  const Range tokens = part_of(tokens_, thread_, threads_);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    float* key = shared_.index_key.get() + t * key_stride;
+    norm(weights.index_norm, key, spec.head_dim, key);
+    if (spec.rope < 0) continue;
+    const RopeSpec& of = spec_.ropes[static_cast<size_t>(spec.rope)];
+    const Rotation& rotation = forward_.rotations_[static_cast<size_t>(spec.rope)][static_cast<size_t>(t)];
+    const int half = static_cast<int>(of.inv_freq.size());
+    rope(key + of.first, 1, spec.head_dim, rotation.cosine, rotation.sine, half, of.interleaved);
+    rope(shared_.index_q.get() + t * q_stride + of.first, spec.heads, spec.head_dim, rotation.cosine, rotation.sine,
+         half, of.interleaved);
+  }
+}
+
+void StepThread::append_index(size_t index, AttentionStep step) noexcept {
+  step.layer = forward_.index_layers_[index];
+  step.k = step.v = shared_.index_key.get();
+  step.k_stride = step.v_stride = padded_stride(forward_.widths_.index_key);
+  append(step, thread_, threads_);
+}
+
+void StepThread::choose_tokens(size_t index) noexcept {
+  Chosen& chosen = forward_.chosen_;
+  const auto choosers = static_cast<int64_t>(chosen.choosers().size());
+  for (int64_t first = 0; first < choosers; first += chosen.together()) {
+    const int64_t count = std::min(chosen.together(), choosers - first);
+    chosen.score(forward_.cache_, forward_.index_layers_[index], first, count, shared_.index_q.get(),
+                 padded_stride(forward_.widths_.index_q), shared_.index_weights.get(),
+                 padded_stride(forward_.widths_.index_weights), thread_, threads_);
+    barrier(Work::attend);
+    chosen.choose(first, count, thread_, threads_);
+    barrier(Work::attend);
+  }
+}
+
 void StepThread::attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                                 const LatentRun& run) noexcept {
   const MlaSpec& mla = *spec.mla;
@@ -94,11 +154,13 @@ void StepThread::attend_latents(const AttentionSpec& spec, const LayerWeights& w
   own.q_stride = q_stride;
   own.out = latent_out;
   own.out_stride = out_stride;
-  attend(own, forward_.scratch_, thread_, threads_);
-  barrier(Work::attend);
-  if (needs_combine(own, threads_)) {
-    combine(own, forward_.scratch_, thread_, threads_);
+  if (!run.queries.empty()) attend_queries(own);
+  for (const std::vector<Query>& queries : run.choosing) {
+    const auto count = static_cast<int64_t>(queries.size());
+    forward_.chosen_.copy(*step.cache, step.layer, queries.data(), count, run.row, thread_, threads_);
     barrier(Work::attend);
+    own.queries = &queries;
+    attend_queries(own);
   }
   multiply_heads(spec.heads, run.tokens, latent_out, out_stride, mla.kv_rank, step.out + run.row * step.out_stride,
                  step.out_stride, spec.value_dim,
@@ -140,6 +202,10 @@ void StepThread::attend_expanded(const AttentionSpec& spec, const LayerWeights& 
     for (int head = begin; head < end; ++head) {
       AttentionOptions options = step.options;
       if (options.sinks != nullptr) options.sinks += head;
+      if (spec.indexer && length > spec.indexer->top_k) {
+        options.seen = forward_.chosen_.seen(query.row);
+        options.seen_stride = forward_.chosen_.stride();
+      }
       expanded.attend(head - begin, options, query,
                       shared_.qkv.get() + query.row * qkv_stride_ + static_cast<int64_t>(head) * spec.head_dim,
                       qkv_stride_, step.out + query.row * step.out_stride + static_cast<int64_t>(head) * spec.value_dim,
@@ -151,13 +217,17 @@ void StepThread::attend_expanded(const AttentionSpec& spec, const LayerWeights& 
 void StepThread::attend_latent(size_t index, AttentionStep& step) noexcept {
   const AttentionSpec& spec = *spec_.layers[index].attention;
   const LayerWeights& weights = weights_.layers[index];
+  const bool chooses = spec.indexer && spec.indexer->own;
   rotate_latent(spec, weights);
+  if (chooses) rotate_index(*spec.indexer, weights);
   barrier(Work::heads);
   step.queries = &forward_.latent_queries_;
   step.k = step.v = shared_.keys.get();
   step.k_stride = step.v_stride = padded_stride(forward_.widths_.keys);
   append(step, thread_, threads_);
+  if (chooses) append_index(index, step);
   barrier(Work::append);
+  if (chooses) choose_tokens(index);
   for (const LatentRun& run : forward_.latent_runs_) {
     attend_latents(spec, weights, step, run);
     barrier(Work::attend);

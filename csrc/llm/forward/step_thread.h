@@ -90,12 +90,17 @@ class StepThread {
   using LatentRun = Forward::LatentRun;
   void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
   void rotate_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void attend_queries(const AttentionStep& step) noexcept;
   // Of the few tokens of a run, and of one long query.
   void attend_latents(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                       const LatentRun& run) noexcept;
   void attend_expanded(const AttentionSpec& spec, const LayerWeights& weights, const AttentionStep& step,
                        const Query& query) noexcept;
   void attend_latent(size_t index, AttentionStep& step) noexcept;
+  // Of an indexer: see Indexer in spec/decoder.py.
+  void rotate_index(const IndexerSpec& spec, const LayerWeights& weights) noexcept;
+  void append_index(size_t index, AttentionStep step) noexcept;
+  void choose_tokens(size_t index) noexcept;
 
   // --- recurrent_layer.cpp; `which`: the delta that it makes
   Range channels_of(const Shape& in, int64_t channels) const noexcept;

@@ -28,6 +28,9 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
     shapes.push_back(cache_shape(a));
     shapes.back().same_as = source;
   }
+  for (const LayerSpec& layer : spec.layers)  // behind them all, keys of the indexers
+    if (layer.attention && layer.attention->indexer && layer.attention->indexer->own)
+      shapes.push_back(cache_shape(*layer.attention->indexer));
   return shapes;
 }
 

@@ -62,6 +62,7 @@ MIMO = {
 }
 CASES = {
     "deepseek_v3": NEXTN,
+    "deepseek_v32": NEXTN,
     "glm4_moe": NEXTN,
     "glm4_moe_lite": NEXTN,
     "qwen3_next": MTP,

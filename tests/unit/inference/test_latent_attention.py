@@ -16,7 +16,7 @@ from anyaccel.inference.native.runtime import load_native
 from anyaccel.inference.options import ModelOptions
 
 _LENGTH = 1100  # three tiles of latents
-_NAMES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
+_NAMES = ["deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"]
 
 
 def _native(model: Any, **more: Any) -> Any:

@@ -30,6 +30,7 @@ STRUCTS = {
     decoder.Rope: ("RopeSpec", "read_rope"),
     decoder.QkNorm: ("QkNormSpec", "read_qk_norm"),
     decoder.Mla: ("MlaSpec", "read_mla"),
+    decoder.Indexer: ("IndexerSpec", "read_indexer"),
     decoder.Attention: ("AttentionSpec", "read_attention"),
     decoder.ShortConv: ("ShortConvSpec", "read_short_conv"),
     decoder.SelectiveScan: ("SelectiveScanSpec", "read_scan"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device.batch import Batch, Group
+from anyaccel.inference.device.indexer import chosen_rows
 from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 from anyaccel.inference.device.pages import PAGE
 from anyaccel.inference.spec.decoder import Attention
@@ -33,6 +34,8 @@ def _attend(
     a: Attention, q_NHD: torch.Tensor, layer: torch.Tensor, group: Group, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     count, queries, per_head = group.sequences, group.queries, a.heads // a.kv_heads
+    if a.indexer is not None and group.chosen is not None and queries == 1:
+        return _attend_chosen(a, q_NHD[group.first : group.first + count], layer, group, group.chosen[:, 0])
     kernels = kernels_of(q_NHD.device) if queries == 1 else None
     if kernels is not None and q_NHD.stride(1) == a.head_dim and q_NHD.stride(2) == 1:
         return _attend_paged(kernels, a, q_NHD[group.first : group.first + count], layer, group, sinks)
@@ -70,6 +73,22 @@ def _attend(
     if queries > 1:
         out = out.transpose(1, 2)
     return out.reshape(count * queries, a.heads * a.value_dim)
+
+
+def _attend_chosen(
+    a: Attention, q_BHD: torch.Tensor, layer: torch.Tensor, group: Group, chosen_BK: torch.Tensor
+) -> torch.Tensor:
+    """Single queries, of the tokens that each has chosen."""
+    count = group.sequences
+    k, v = chosen_rows(layer, group, chosen_BK).split([a.heads * a.head_dim, a.heads * a.value_dim], -1)
+    out = F.scaled_dot_product_attention(
+        q_BHD[:, :, None],
+        k.view(count, -1, a.heads, a.head_dim).transpose(1, 2),
+        v.view(count, -1, a.heads, a.value_dim).transpose(1, 2),
+        attn_mask=(chosen_BK <= group.positions)[:, None, None],
+        scale=a.scale,
+    )
+    return out.view(count, a.heads * a.value_dim)
 
 
 def _attend_paged(
@@ -117,6 +136,9 @@ def _mask(
     """What hides keys: a tensor (one that is added to the scores where these are capped), "causal", or None."""
     window = a.window if 0 < a.window < group.keys else 0
     chunk = a.chunk if 0 < a.chunk < group.keys else 0
+    if a.indexer is not None and group.chosen is not None:
+        seen = torch.zeros(*group.chosen.shape[:2], keys, dtype=torch.bool, device=group.chosen.device)
+        return _seen(group, keys, 0, 0) & seen.scatter_(2, group.chosen, True)[:, None]
     exact = keys == group.keys
     if group.plain and exact and not (window or chunk or a.alibi or sinks is not None):
         if group.plain == "all":

@@ -10,6 +10,7 @@ import torch
 
 from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
+from anyaccel.inference.device.indexer import TokenIndexer
 from anyaccel.inference.device.pages import KvPages
 from anyaccel.inference.device.parts import Linear, Normed, Ranks, normed, normed_of_ranks
 from anyaccel.inference.device.rotary import turn
@@ -61,6 +62,7 @@ class SelfAttention:
     Args:
         place: its keys and values among those of the cache.
         joint: the name of the product that makes queries, keys and values, and the MLP's first features behind them.
+        index_place: the same as `place` of its indexer's keys.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SelfAttention:
         place: int,
         joint: bool,
         ranks: Ranks | None,
+        index_place: int,
     ) -> None:
         self.a, self.place, self.ranks = a, place, ranks
         self.rope: Rope | None = spec.ropes[a.rope] if a.rope >= 0 else None
@@ -84,6 +87,10 @@ class SelfAttention:
             self.q_a_norm = normed(a.mla.q_norm, weights, f"{at}.q_a_norm") if a.mla.q_rank else None
             self.q_b, self.kv_a, self.kv_b = (Linear(weights, f"{at}.{name}") for name in ("q_b", "kv_a", "kv_b"))
             self.kv_a_norm = Normed(a.mla.kv_norm, weights, f"{at}.kv_a_norm")
+        self.indexer = None
+        if a.indexer is not None and a.indexer.own:
+            of_index = spec.ropes[a.indexer.rope].first if a.indexer.rope >= 0 else 0
+            self.indexer = TokenIndexer(a.indexer, weights, at, index_place, of_index)
         self.heads = None if a.qk_norm is None else Heads(a, a.qk_norm, weights, at, ranks)
         self.value_norm = normed(a.value_norm, weights, f"{at}.v_norm")
         self.sinks = weights[f"{at}.sinks"] if a.sinks else None
@@ -93,7 +100,7 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, batch: Batch, cache: KvPages) -> torch.Tensor:
         a = self.a
         if a.mla is not None:
-            return self._seen(*self._latent(a.mla, x, batch), batch, cache)
+            return self._seen(*self._latent(a.mla, x, batch, cache), batch, cache)
         qkv = self.qkv(x)
         seen = self.seen(qkv[:, : self.qkv_rows], batch, cache)
         if a.gated:
@@ -137,13 +144,15 @@ class SelfAttention:
         times = (batch.positions + a.growth_first) // a.growth_from
         return q_NHD * (1 + a.growth * torch.log1p(times.float())).to(q_NHD.dtype)[:, None, None]
 
-    def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch, cache: KvPages) -> tuple[torch.Tensor, torch.Tensor]:
         """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""
         a = self.a
         x_q = x
         if self.q_a is not None:
             x_q = self.q_a(x)
             x_q = x_q if self.q_a_norm is None else self.q_a_norm(x_q)
+        if self.indexer is not None:
+            self.indexer.choose(x, x_q, batch, cache)
         q_NHD = self.q_b(x_q).view(len(x), a.heads, a.head_dim)
         latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
         k_N1D = turned[:, None]

@@ -41,6 +41,7 @@ class Group:
             only sequence's pages are one stretch of the cache, from `begin` on.
         plain: nothing has to be hidden but what comes after a token: "all" of the keys are seen, or it is "causal".
         made: masks by what they are made for; all layers share them.
+        chosen: numbers [sequences, queries, top_k] of the tokens that each sees, by the last indexer; None: all.
     """
 
     first: int
@@ -53,6 +54,7 @@ class Group:
     begin: int
     plain: str
     made: dict[object, torch.Tensor] = field(default_factory=dict)
+    chosen: torch.Tensor | None = None
 
 
 @dataclass

@@ -56,7 +56,7 @@ class LayerRun:
     """One layer: `run` takes the residual and gives the next one.
 
     Args:
-        place: see SelfAttention.
+        place, index_place: see SelfAttention.
         states: where its recurrent state gets its place.
     """
 
@@ -68,6 +68,7 @@ class LayerRun:
         place: int,
         states: StateLayout,
         ranks: Ranks | None,
+        index_place: int,
     ) -> None:
         self.layer: Layer = spec.layers[index]
         self.ranks = ranks
@@ -83,7 +84,7 @@ class LayerRun:
         self.mlp_post_norm = normed(layer.mlp_post_norm, weights, f"{at}.mlp_post_norm")
         mixers: list[Mixer] = []
         if layer.attention is not None:
-            mixers.append(SelfAttention(layer.attention, spec, weights, at, place, layout.joint, ranks))
+            mixers.append(SelfAttention(layer.attention, spec, weights, at, place, layout.joint, ranks, index_place))
         if layer.recurrent is not None:
             mixers.append(recurrent_mixer(layer.recurrent, weights, f"{at}.mixer", states, ranks))
         self.mixer = Both(*mixers) if len(mixers) == 2 else next(iter(mixers), None)
@@ -175,12 +176,13 @@ class SideBlockRun:
         place: int,
         states: StateLayout,
         ranks: Ranks | None,
+        index_place: int,
     ) -> None:
         layer, at = spec.layers[index], f"layers.{index}"
         assert layer.attention and isinstance(layer.mlp, Mlp) and layer.recurrent and layer.side_block
         self.ranks = ranks
         self.attn_norm = normed(layer.attn_norm, weights, f"{at}.attn_norm")
-        self.attention = SelfAttention(layer.attention, spec, weights, at, place, False, ranks)
+        self.attention = SelfAttention(layer.attention, spec, weights, at, place, False, ranks, index_place)
         self.mlp_norm = normed(layer.mlp_norm, weights, f"{at}.mlp_norm")
         self.mlp = Dense(layer.mlp, weights, f"{at}.mlp", ranks)
         self.side = Linear(weights, f"{at}.side")
@@ -248,6 +250,24 @@ class LayerEnd:
         return h_NSD if self.scale is None else h_NSD * self.scale
 
 
+def cache_widths(spec: DecoderSpec) -> list[int]:
+    """Values of a token's row in each part of the cache: of keys and values of layers, then of indexers' keys."""
+    heads = [layer.attention for layer in spec.layers if layer.attention is not None]
+    return [a.kv_heads * (a.head_dim + a.value_dim) for a in heads if a.kv_layer < 0] + [
+        a.indexer.head_dim for a in heads if a.indexer is not None and a.indexer.own
+    ]
+
+
+def _index_places(spec: DecoderSpec, first: int) -> list[int]:
+    """The place of each layer's indexer keys, from `first` on; -1 without any."""
+    places: list[int] = []
+    for a in (layer.attention for layer in spec.layers):
+        own = a is not None and a.indexer is not None and a.indexer.own
+        places.append(first if own else -1)
+        first += own
+    return places
+
+
 def _places(spec: DecoderSpec) -> list[int]:
     """The place of each layer's keys and values among those that layers have of their own; -1 without attention."""
     places: list[int] = []
@@ -278,9 +298,10 @@ class Decoder:
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.states = StateLayout()
         places = _places(spec)
+        index_places = _index_places(spec, max(places) + 1)
         self.layers = [
             (LayerRun if layer.side_block is None else SideBlockRun)(
-                spec, index, weights, places[index], self.states, ranks
+                spec, index, weights, places[index], self.states, ranks, index_places[index]
             )
             for index, layer in enumerate(spec.layers)
         ]

@@ -19,7 +19,7 @@ from anyaccel.accelerator.base import HOST
 from anyaccel.errors import CommError
 from anyaccel.inference.device.ahead import Begun, next_step
 from anyaccel.inference.device.batch import Segment, make_batch, to_device
-from anyaccel.inference.device.decoder import Decoder
+from anyaccel.inference.device.decoder import Decoder, cache_widths
 from anyaccel.inference.device.graphs import Graphs
 from anyaccel.inference.device.pages import PAGE, KvPages
 from anyaccel.inference.device.ranks import TensorRanks
@@ -69,11 +69,11 @@ class DeviceExecutor:
         self.device = weights.device
         self.weight_bytes = weights.weight_bytes
         self.most_tokens = MOST_TOKENS
-        heads = [each.attention for each in spec.layers if each.attention is not None]
-        widths = [a.kv_heads * (a.head_dim + a.value_dim) for a in heads if a.kv_layer < 0]
         least = None if ranks is None else ranks.least
         self.decoder = Decoder(spec, weights, dtype, ranks)
-        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least, self.decoder.states.floats)
+        self.cache = KvPages(
+            cache_widths(spec), dtype, self.device, cache_limit_bytes, least, self.decoder.states.floats
+        )
         self.graphs = Graphs(self.decoder, self.cache, self.device, ranks)
         self._begun: Begun | None = None
         # A state goes on with each token; a rank's tokens are rank 0's; and angles may depend on what the host knows.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from anyaccel.inference.device.rotary import neighbours
-from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Rope
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Indexer, Layer, Mlp, Rope
 
 # Features of an MLP that are always the same: one would do, but products want rows of whole 16 bytes.
 CONSTANTS = 8
@@ -56,14 +56,24 @@ def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(spec.layers):
         a = layer.attention
-        if a is None or a.rope < 0 or spec.ropes[a.rope].interleaved:
+        if a is None:
             continue
-        for name, order in _turned(a, spec.ropes[a.rope]).items():
-            found[f"layers.{index}.{name}"] = order
+        orders = {} if a.rope < 0 else _turned(a, spec.ropes[a.rope])
+        if a.indexer is not None and a.indexer.own and a.indexer.rope >= 0:
+            orders |= _turned_by_indexer(a.indexer, spec.ropes[a.indexer.rope])
+        for name, order in orders.items():
+            if order is not None:
+                found[f"layers.{index}.{name}"] = order
     return found
 
 
-def _turned(a: Attention, rope: Rope) -> dict[str, torch.Tensor]:
+def _turned_by_indexer(own: Indexer, rope: Rope) -> dict[str, torch.Tensor | None]:
+    key = neighbours(rope, own.head_dim, 1, rope.first)
+    norm = {f"index_norm.{kind}": key for kind in ("weight", "bias")}
+    return {"index_q": neighbours(rope, own.head_dim, own.heads, rope.first), "index_k": key, **norm}
+
+
+def _turned(a: Attention, rope: Rope) -> dict[str, torch.Tensor | None]:
     found: dict[str, torch.Tensor | None] = {}
     kv_heads = a.kv_heads if a.kv_layer < 0 else 0
     if a.mla is not None:
@@ -77,4 +87,4 @@ def _turned(a: Attention, rope: Rope) -> dict[str, torch.Tensor]:
         for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 2 if kv_heads else 1]:
             order = neighbours(rope, a.head_dim, heads if each else 1, rope.first)
             found |= {f"{name}.weight": order, f"{name}.bias": order}
-    return {name: order for name, order in found.items() if order is not None}
+    return found

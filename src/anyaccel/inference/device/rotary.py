@@ -55,7 +55,8 @@ def has_complex(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> 
 def _alignments(a: Attention) -> tuple[int, ...]:
     """Numbers of values in front of or between turned ones."""
     if a.mla is not None:
-        return a.head_dim, a.mla.kv_rank, a.mla.nope_dim, a.mla.rope_dim
+        own = () if a.indexer is None else (a.indexer.head_dim,)
+        return (a.head_dim, a.mla.kv_rank, a.mla.nope_dim, a.mla.rope_dim, *own)
     return a.head_dim, a.kv_heads * a.value_dim
 
 

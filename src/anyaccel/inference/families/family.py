@@ -34,6 +34,9 @@ class DraftHead:
     def spec(self, model: DecoderSpec) -> DecoderSpec:
         """What it computes, beside that model."""
         layer = next(each for each in reversed(model.layers) if each.attention is not None)
+        attention = layer.attention
+        if attention is not None and attention.indexer is not None:  # there is no layer before it
+            layer = replace(layer, attention=replace(attention, indexer=replace(attention.indexer, own=True)))
         taps = tuple(len(model.layers) if tap is None else tap for tap in self.taps)
         norm = model.final_norm
         inputs = HiddenInputs(

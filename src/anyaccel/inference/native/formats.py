@@ -22,8 +22,8 @@ from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
-# Matrices of a few rows, of which much depends: experts are chosen, or states forgotten, by small differences.
-ALWAYS_FLOAT = ("router", "shared_gate", "steps")
+# Matrices of a few rows, of which much depends: small differences choose experts and tokens, or forget states.
+ALWAYS_FLOAT = ("router", "shared_gate", "steps", "index_weights")
 # Small matrices that cost much when they are rounded: those of Mamba's steps, as in llama.cpp, and of decays.
 AT_LEAST_16_BITS = ("positions", "distances", "select", "step_up", "gates")
 _EIGHT: Format = ("i8", 0, False)

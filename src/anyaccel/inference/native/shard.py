@@ -387,6 +387,12 @@ def stage_spec(spec: DecoderSpec, layers: Sequence[range], stage: int) -> Decode
                     f"pipeline_parallel: layer {index} sees keys and values of layer {attention.kv_layer}, which "
                     "another stage has; use tensor_parallel"
                 )
+            indexer = None if attention is None else attention.indexer
+            if index == own.start and indexer is not None and not indexer.own:
+                raise UsageError(
+                    f"pipeline_parallel: layer {index} sees the tokens that a layer of another stage has chosen; use "
+                    "tensor_parallel, or another number of stages"
+                )
     return replace(
         spec,
         layers=spec.layers[own.start : own.stop],

@@ -83,6 +83,29 @@ class Mla:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Which tokens latent attention sees (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
+
+    A token scores those up to itself and sees the `top_k` with the highest scores, of equal ones the earlier; a context
+    of no more tokens is seen whole. A score is the sum over `heads` of weight * relu(q k). Of each token the cache has
+    one key k more, a norm of a linear of the layer's input; q is linear in the latent of queries, and the weights are
+    linear in the input.
+
+    Attributes:
+        rope: index into DecoderSpec.ropes, of q and k; -1: none.
+        own: the layer has an indexer. Otherwise it sees what the last layer before it that has one has chosen, and
+            `top_k` is all that is read here (GLM-5).
+    """
+
+    top_k: int
+    heads: int
+    head_dim: int
+    norm: Norm
+    rope: int = -1
+    own: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """One layer's attention; head counts are of the whole model, the runtime gets a rank's own (see `shard`).
 
@@ -103,6 +126,7 @@ class Attention:
         fused_input: it reads two inputs side by side: those of a head that drafts, see HiddenInputs.fused, or a
             SideBlock's.
         out_norm: of the result of all heads together, before the last linear (BitNet).
+        indexer: what chooses the tokens that are seen; of layers with `mla` all have one, or none.
     """
 
     heads: int
@@ -131,6 +155,7 @@ class Attention:
     bidirectional: bool = False
     fused_input: bool = False
     out_norm: Norm | None = None
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True)
