@@ -46,6 +46,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+_INDEXER = {"index_topk": 5, "index_head_dim": 8, "index_n_heads": 12}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _MSCALE = {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 _GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
@@ -128,6 +129,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek2-v2-groups": (
         "DeepseekV2Config",
         common(**_DEEPSEEK, n_group=2, topk_group=1, topk_method="group_limited_greedy"),
+        "F32",
+    ),
+    "deepseek32": ("DeepseekV32Config", common(**_DEEPSEEK, **_INDEXER, n_group=2, topk_group=1), "F32"),
+    "glm-dsa": (
+        "GlmMoeDsaConfig",
+        common(**_DEEPSEEK, **_INDEXER, n_group=1, topk_group=1, indexer_types=["full", "shared"]),
         "F32",
     ),
     "deepseek2-v3": ("DeepseekV3Config", common(**_DEEPSEEK, n_group=2, topk_group=1), "F32"),

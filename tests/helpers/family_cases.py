@@ -571,6 +571,26 @@ CASES |= {
             mlp_bias=True,
         ),
     ),
+    "axk1": (
+        "AXK1Config",
+        common()
+        | {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}
+        | {"n_group": 4, "topk_group": 2},
+    ),
+    "axk1-plain": (
+        "AXK1Config",
+        common()
+        | {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}
+        | {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
     "deepseek_v32": ("DeepseekV32Config", common() | _MLA | _INDEXER),
     "deepseek_v32-yarn": (
         "DeepseekV32Config",

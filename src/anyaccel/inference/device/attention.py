@@ -80,7 +80,7 @@ def _attend_chosen(
 ) -> torch.Tensor:
     """Single queries, of the tokens that each has chosen."""
     count = group.sequences
-    k, v = chosen_rows(layer, group, chosen_BK).split([a.heads * a.head_dim, a.heads * a.value_dim], -1)
+    k, v = torch.split(chosen_rows(layer, group, chosen_BK), [a.heads * a.head_dim, a.heads * a.value_dim], -1)
     out = F.scaled_dot_product_attention(
         q_BHD[:, :, None],
         k.view(count, -1, a.heads, a.head_dim).transpose(1, 2),

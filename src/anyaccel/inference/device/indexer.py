@@ -59,14 +59,14 @@ class TokenIndexer:
         """Numbers [B, T, K]; of a shorter context some are behind it."""
         size = (group.sequences, group.queries)
         keys_BDS = seen_rows(layer, group).float().transpose(1, 2)
-        q_BTHD, weights_BTH = q_NHD.unflatten(0, size), weights_NH.unflatten(0, size)
+        q_BTHD, weights_BTH = torch.unflatten(q_NHD, 0, size), torch.unflatten(weights_NH, 0, size)
         count, heads = keys_BDS.shape[-1], self.indexer.heads
         at_S = torch.arange(count, device=layer.device)
         step = max(_MOST_SCORES // (group.sequences * heads * count), 1)
         found = []
         for first in range(0, group.queries, step):
             part = slice(first, first + step)
-            scores_BTHS = (q_BTHD[:, part].flatten(1, 2) @ keys_BDS).relu_().unflatten(1, (-1, heads))
+            scores_BTHS = torch.unflatten((q_BTHD[:, part].flatten(1, 2) @ keys_BDS).relu_(), 1, (-1, heads))
             scores_BTS = (weights_BTH[:, part, None] @ scores_BTHS)[:, :, 0]
             scores_BTS.masked_fill_(at_S > group.positions[:, part, None], -math.inf)
             found.append(scores_BTS.topk(self.indexer.top_k, sorted=False).indices)

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3."""
+"""DeepSeek-V2 and V3, and models that are like them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from anyaccel.inference.families.common import LLAMA_DEFAULTS, MOST_EXPERTS, decoder, gated, mixture, pre_norm, rms
+from anyaccel.inference.families.common import (
+    LLAMA_DEFAULTS,
+    MOST_EXPERTS,
+    decoder,
+    each_mlp,
+    gated,
+    mixture,
+    pre_norm,
+    rms,
+)
 from anyaccel.inference.families.family import DraftHead, Family
 from anyaccel.inference.families.gguf import (
     GGUF_EXPERTS,
@@ -123,6 +132,19 @@ def deepseek_v3(config: Config) -> DecoderSpec:
     return decoder(config, layers, rms(config), (latent_rope(config, config.get_bool("rope_interleave")),))
 
 
+def axk1(config: Config) -> DecoderSpec:
+    """DeepSeek-V3 with a norm behind the experts."""
+    if not config.items("mlp_layer_types") and config.integer_or("moe_layer_freq", 1) != 1:
+        raise Unsupported(f"moe_layer_freq={config.integer('moe_layer_freq')}")
+    norm, heads = rms(config), latent_attention(config)
+    first = config.integer_or("first_k_dense_replace", 1, minimum=0)
+    layers = [
+        pre_norm(norm, heads, mlp, mlp_post_norm=norm if isinstance(mlp, Moe) else None)
+        for mlp in each_mlp(config, choice_by_bias(config), gated(config), first)
+    ]
+    return decoder(config, layers, norm, (latent_rope(config, config.get_bool("rope_interleave")),))
+
+
 def youtu(config: Config) -> DecoderSpec:
     """DeepSeek-V3's attention without its experts."""
     norm = rms(config)
@@ -167,6 +189,32 @@ NEXTN = DraftHead(
 DEEPSEEK_ALIASES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
 
 
+V3_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_interleave": True,
+}
+
+
 FAMILIES = {
     "deepseek_v2": Family(
         "DeepSeek-V2",
@@ -190,35 +238,21 @@ FAMILIES = {
         DEEPSEEK_ALIASES,
     ),
     "deepseek_v3": Family(
-        "DeepSeek-V3, DeepSeek-R1",
-        deepseek_v3,
-        DEEPSEEK,
+        "DeepSeek-V3, DeepSeek-R1", deepseek_v3, DEEPSEEK, V3_DEFAULTS, DEEPSEEK_ALIASES, draft_head=NEXTN
+    ),
+    "axk1": Family(
+        "A.X K1",
+        axk1,
+        DEEPSEEK.but(mlp_post_norm=["post_mlp_layernorm", "mlp.post_mlp_layernorm"]),
         {
-            **LLAMA_DEFAULTS,
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 128,
-            "n_shared_experts": 1,
-            "n_routed_experts": 256,
-            "routed_scaling_factor": 2.5,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "qk_nope_head_dim": 128,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 3,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 4096,
-            "rope_interleave": True,
+            **V3_DEFAULTS,
+            "vocab_size": 163840,
+            "num_attention_heads": 64,
+            "n_routed_experts": 192,
+            "max_position_embeddings": 32768,
+            "first_k_dense_replace": 1,
         },
         DEEPSEEK_ALIASES,
-        draft_head=NEXTN,
     ),
     "youtu": Family(
         "Youtu-LLM",

@@ -330,7 +330,7 @@ def _yarn_mscale(values: Metadata) -> dict[str, Any]:
     if not values.has(name):
         return {}
     multiplier = values.number(name)
-    if values.architecture == "deepseek2":
+    if values.architecture in ("deepseek2", "deepseek32", "glm-dsa"):
         multiplier /= 0.1  # the converter has multiplied it
     return {"mscale": multiplier, "mscale_all_dim": multiplier}
 

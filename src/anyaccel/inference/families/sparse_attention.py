@@ -5,18 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.families.common import LLAMA_DEFAULTS, decoder, each_mlp, gated, pre_norm, rms
+from anyaccel.inference.families.common import decoder, each_mlp, gated, pre_norm, rms
 from anyaccel.inference.families.deepseek import (
     DEEPSEEK,
     DEEPSEEK_ALIASES,
+    GGUF_DEEPSEEK_EXPERTS,
+    GGUF_LATENT,
+    GGUF_NEXTN,
     NEXTN,
+    V3_DEFAULTS,
     choice_by_bias,
+    gguf_deepseek_experts,
+    gguf_latent,
     latent_attention,
     latent_rope,
 )
 from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_GATED, GGUF_MODULES, Architecture, Metadata
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.families.rope import rope
 from anyaccel.inference.spec.decoder import DecoderSpec, Indexer, Norm
@@ -87,26 +95,7 @@ SPARSE = DEEPSEEK.but(
 )
 
 _DEFAULTS = {
-    **LLAMA_DEFAULTS,
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
+    **V3_DEFAULTS,
     "max_position_embeddings": 163840,
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -137,5 +126,38 @@ FAMILIES = {
         },
         DEEPSEEK_ALIASES,
         draft_head=NEXTN,
+    ),
+}
+
+
+def _gguf_indexer(values: Metadata, config: dict[str, Any]) -> None:
+    config["index_n_heads"] = values.features("attention.indexer.head_count")
+    config["index_head_dim"] = values.features("attention.indexer.key_length")
+    config["index_topk"] = values.count("attention.indexer.top_k", minimum=1)
+
+
+def _gguf_indexer_types(values: Metadata, config: dict[str, Any]) -> None:
+    config["indexer_types"] = values.layers_with({"indexer.attn_k.weight": "full", "attn_norm.weight": "shared"})
+
+
+_GGUF_SPARSE = {
+    **GGUF_LATENT,
+    **GGUF_GATED,
+    **GGUF_DEEPSEEK_EXPERTS,
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+}
+_EXTRA = (gguf_deepseek_experts, gguf_latent, _gguf_indexer)
+ARCHITECTURES = {
+    "deepseek32": Architecture("deepseek_v32", GGUF_MODULES, _GGUF_SPARSE, latent=True, extra=_EXTRA, draft=GGUF_NEXTN),
+    "glm-dsa": Architecture(
+        "glm_moe_dsa",
+        GGUF_MODULES,
+        _GGUF_SPARSE,
+        latent=True,
+        extra=(*_EXTRA, _gguf_indexer_types),
+        draft=GGUF_NEXTN,
     ),
 }
