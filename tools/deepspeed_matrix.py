@@ -3,6 +3,7 @@
 """Trains a small Llama with the real DeepSpeed in many settings, on our parts and on DeepSpeed's own, and compares.
 
 python tools/deepspeed_matrix.py                         all settings, 1, 2 and 4 ranks, into docs/data/deepspeed.json
+python tools/deepspeed_matrix.py --ranks 4 --missing    those of them that the file has not
 python tools/deepspeed_matrix.py --ranks 2 --only zero-2 --folder /tmp/m    one of them; nothing is written
 
 Run it with a Python that has DeepSpeed beside anyaccel (`make bench-peers` makes .venv-bench). DeepSpeed's own side is
@@ -39,6 +40,7 @@ STEPS = 20
 SEQUENCE = 32
 GLOBAL_BATCH = 8  # sequences of a step, divided among the ranks that work on different data
 LIMIT = 300  # seconds that one setting may take
+PIECE = 8  # settings that the same processes run, after which the cells are written
 
 
 @dataclass(frozen=True)
@@ -522,11 +524,15 @@ def launch(side: str, ranks: int, names: list[str], folder: Path) -> dict[str, d
     return found
 
 
+def cells() -> dict[str, Any]:
+    return dict(json.loads(RESULTS.read_text())["settings"]) if RESULTS.exists() else {}
+
+
 def write(table: dict[str, dict[str, Any]]) -> None:
     """Into the file that the page is made of; columns that were not run stay."""
     from importlib.metadata import version
 
-    known = json.loads(RESULTS.read_text())["settings"] if RESULTS.exists() else {}
+    known = cells()
     settings = {
         name: {
             "says": setting.says,
@@ -556,6 +562,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--missing", action="store_true", help="only what the table lacks")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=SETTINGS, help="these settings; writes nothing")
     parser.add_argument("--folder", type=Path, help="where files of the runs are left")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -568,16 +575,21 @@ def main() -> int:
         table: dict[str, dict[str, Any]] = {}
         build_their_ops()
         for ranks in options.ranks:
-            names = [name for name in options.only or SETTINGS if ranks in SETTINGS[name].ranks]
-            if not names:
-                continue
-            found = {side: launch(side, ranks, names, folder / f"{side}-{ranks}") for side in SIDES}
-            for name in names:
-                row = compare(found["ours"][name], found["theirs"][name])
-                table.setdefault(name, {})[str(ranks)] = row
-                print(f"{name} on {ranks}: {row}", flush=True)
-            if not options.only:
-                write(table)
+            known = cells() if options.missing else {}
+            names = [
+                name
+                for name in options.only or SETTINGS
+                if ranks in SETTINGS[name].ranks and str(ranks) not in known.get(name, {}).get("ranks", {})
+            ]
+            for piece in (names[at : at + PIECE] for at in range(0, len(names), PIECE)):
+                place = folder / f"{ranks}-{piece[0]}"
+                found = {side: launch(side, ranks, piece, place / side) for side in SIDES}
+                for name in piece:
+                    row = compare(found["ours"][name], found["theirs"][name])
+                    table.setdefault(name, {})[str(ranks)] = row
+                    print(f"{name} on {ranks}: {row}", flush=True)
+                if not options.only:
+                    write(table)
     return int(any("ours" in cell for row in table.values() for cell in row.values()))
 
 
