@@ -74,6 +74,18 @@ def test_unknown_addresses_methods_and_models_have_openais_shape() -> None:
     assert answer.json["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("options", [{}, {"keys": ["secret"]}])
+def test_what_an_api_does_not_have_is_refused_in_its_shape(options: dict[str, Any]) -> None:
+    for path, status in (("/api/pull", 404), ("/api/chat", 405)):
+        answer = got(path, options=options)
+        assert answer.status == (401 if options else status)
+        assert answer.json.keys() == {"error"} and isinstance(answer.json["error"], str)
+    for path, status in (("/v1/messages/batches", 404), ("/v1/messages", 405)):
+        answer = got(path, options=options)
+        assert answer.status == (401 if options else status) and answer.headers["request-id"]
+        assert answer.json["type"] == "error" and answer.json["error"].keys() == {"type", "message"}
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code", "header"),
     [

@@ -89,7 +89,8 @@ class AccessMiddleware:
         self._hosts = frozenset(hosts)
         self._requests = models.requests
         self._limits = models.limits
-        self._dialects = {each.path: each.dialect for each in endpoints}
+        self._paths = frozenset(each.path for each in endpoints)
+        self._dialects = sorted({each.dialect for each in endpoints}, key=lambda each: -len(each.root))
         self._public = frozenset(each.path for each in endpoints if each.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +98,8 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         path = _path(scope)
-        dialect = self._dialects.get(path, OPENAI)
+        dialect = next((each for each in self._dialects if path.startswith(each.root)), OPENAI)
+        scope["anyaccel.dialect"] = dialect
         scope["anyaccel.id"] = identity = _request_id(scope)
         scope["anyaccel.start"], status = time.monotonic(), 0
 
@@ -110,7 +112,7 @@ class AccessMiddleware:
                     headers.setdefault(name, value)
                 headers[dialect.request_id] = identity
                 method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-                self._requests.answered(method, path if path in self._dialects else "other", status)
+                self._requests.answered(method, path if path in self._paths else "other", status)
             await send(message)
 
         scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
@@ -139,7 +141,7 @@ class AccessMiddleware:
         """Log and record a request after its response."""
         seconds = time.monotonic() - scope["anyaccel.start"]
         _log(scope, status, seconds)
-        if self._traces is not None and path in self._dialects and path not in self._public:
+        if self._traces is not None and path in self._paths and path not in self._public:
             self._traces.record(scope, path, status, seconds)
 
     def _client_name(self, scope: Scope, path: str) -> str:

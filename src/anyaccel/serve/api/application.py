@@ -35,7 +35,7 @@ from anyaccel.serve.api import (
 from anyaccel.serve.api.access import AccessMiddleware, ApiKeys
 from anyaccel.serve.api.endpoint import Endpoint, Handler, document
 from anyaccel.serve.api.models import Models
-from anyaccel.serve.api.sending import ClientGoneError, error_answer, json_answer
+from anyaccel.serve.api.sending import OPENAI, ClientGoneError, error_answer, json_answer
 from anyaccel.serve.api.traces import Traces
 from anyaccel.serve.protocol.errors import ApiError
 from anyaccel.serve.requests.frontend import Frontend
@@ -131,11 +131,12 @@ def _refused_by_starlette(request: Request, error: Exception) -> Response:
     """The response for what Starlette itself refuses: an unknown path or a wrong method."""
     status = getattr(error, "status_code", 500)
     texts = {404: f"no address {request.url.path[:200]!r}", 405: f"{request.method} is not for this address"}
-    answer = error_answer(ApiError(status, texts.get(status, "the request cannot be answered"), None, None))
+    refused = ApiError(status, texts.get(status, "the request cannot be answered"), None, None)
+    answer = error_answer(refused, request.scope["anyaccel.dialect"])
     for name, value in (getattr(error, "headers", None) or {}).items():
         answer.headers[name] = value
     return answer
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    return error_answer(error)
+    return error_answer(error, request.scope.get("anyaccel.dialect", OPENAI))

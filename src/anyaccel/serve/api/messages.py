@@ -69,6 +69,7 @@ _DIALECT = Dialect(
     lambda body: event(body, "error"),
     keep_alive=event({"type": "ping"}, "ping"),
     request_id="request-id",
+    root="/v1/messages",
 )
 
 

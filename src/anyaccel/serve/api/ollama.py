@@ -59,7 +59,7 @@ def line(value: Any) -> bytes:
 
 
 # White space before the next line keeps a connection alive; clients would read an empty line as JSON.
-_DIALECT = Dialect(error_body, line, "application/x-ndjson", b" ")
+_DIALECT = Dialect(error_body, line, "application/x-ndjson", b" ", root="/api/")
 
 
 class Options(Shape):

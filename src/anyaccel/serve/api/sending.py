@@ -44,6 +44,8 @@ class Dialect:
             vLLM's client strips trailing white space, which would join the comment and the first event in one line, and
             lose both.
         request_id: the header that has the request's id.
+        root: what the API's addresses begin with. Whatever does is refused in the API's shape, also if there is no such
+            address: a client that knows more of the API than this server reads no other.
     """
 
     error: Callable[[ApiError], Any]
@@ -51,6 +53,7 @@ class Dialect:
     media_type: str = "text/event-stream"
     keep_alive: bytes = b"\n"
     request_id: str = "x-request-id"
+    root: str = "/"
 
 
 class ClientGoneError(Exception):
