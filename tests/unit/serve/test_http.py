@@ -154,6 +154,9 @@ NESTED = b"[" * 100_000
         (b"x" * 2000, {"content-length": "2000"}, 413),
         ([b"x" * 600, b"x" * 600], {}, 413),
         (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{", {"content-type": "application/x-www-form-urlencoded"}, 400),
+        (b"{", {"content-type": "application/x-www-form-urlencoded", "origin": "http://127.0.0.1:8000"}, 415),
+        (b"{", {"content-type": "application/x-www-form-urlencoded", "sec-fetch-site": "cross-site"}, 415),
         (b"{}", {"content-type": "", "origin": "http://127.0.0.1:8000"}, 415),
         (b"{}", {"content-type": ""}, 400),  # taken as JSON: no page sends it
         (b"{}", {"content-encoding": "gzip"}, 415),

@@ -132,14 +132,17 @@ async def read_body(request: Request, limits: HttpLimits, form: bool = False) ->
     return b"".join(parts)
 
 
+_OF_CURL = "application/x-www-form-urlencoded"
+
+
 def _check_body_headers(request: Request, limits: HttpLimits, form: bool) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if form:
         if kind != "multipart/form-data":
             raise ApiError(415, "the body must be a form, with the header Content-Type: multipart/form-data")
     # Browsers let the pages of other sites send other content types without a preflight request, with their origin.
-    elif not kind and "origin" not in request.headers:
-        pass  # some of Ollama's clients declare nothing
+    elif kind in ("", _OF_CURL) and not {"origin", "sec-fetch-site"}.intersection(request.headers):
+        pass  # `curl -d` says this of everything, and some of Ollama's clients declare nothing
     elif kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()

@@ -75,7 +75,11 @@ class ServerTokenizer:
             ApiError: there is no template, or it does not take the conversation.
         """
         if not self.has_chat_template:
-            raise ApiError(400, "messages: this model has no chat template; use /v1/completions", "messages")
+            raise ApiError(
+                400,
+                "messages: this model has no chat template; use /v1/completions, or for an encoder /v1/embeddings",
+                "messages",
+            )
         if reserved := sorted(_RESERVED & (more or {}).keys()):
             raise wrong("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by a request")
         try:
