@@ -156,19 +156,27 @@ class AdamOp(_Op):
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
     ) -> int:
-        """Undo AdamW step number `step`, except for rounding; all tensors are float32."""
+        """Undo AdamW step number `step`, except for rounding; tensors are float32, bfloat16 or float16.
+
+        Raises:
+            UsageError: the optimizer is not AdamW, or a tensor is none of these, or of another size.
+        """
         if not self._settings(optimizer_id):
             raise UsageError("adam_rollback undoes AdamW only: create the optimizer with adamw_mode=True")
         tensors = params, grads, exp_avg, exp_avg_sq
         for tensor in tensors:
-            if not tensor.is_cpu or not tensor.is_contiguous() or tensor.dtype != torch.float32:
-                raise UsageError("adam_rollback takes contiguous float32 tensors in host memory")
+            if not tensor.is_cpu or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UsageError("adam_rollback takes float32, bfloat16 or float16 tensors in host memory")
             if tensor.numel() != params.numel():
                 raise UsageError("adam_rollback: the tensors have different numbers of elements")
+        wide = [tensor.detach().float().contiguous() for tensor in tensors]  # the same tensor where it is that already
         self._rollback(
-            *(tensor.data_ptr() for tensor in tensors), params.numel(),
+            *(tensor.data_ptr() for tensor in wide), params.numel(),
             step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, torch.get_num_threads(),
         )  # fmt: skip
+        for tensor, computed in zip(tensors, wide, strict=True):
+            if tensor is not grads and tensor.data_ptr() != computed.data_ptr():
+                tensor.detach().copy_(computed)
         return 0
 
     def destroy_adam(self, optimizer_id: int) -> int:

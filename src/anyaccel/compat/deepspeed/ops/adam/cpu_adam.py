@@ -75,17 +75,14 @@ class DeepSpeedCPUAdam(CPUAdam):
             if step <= 0:
                 raise RollbackError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {step}")
             op.create_adam(id(self), adamw_mode=group["decoupled_weight_decay"])
-            tensors = [tensor.float().contiguous() for tensor in (param, grad, *(state[name] for name in self.MOMENTS))]
+            moments = (state[name] for name in self.MOMENTS)
             try:
                 op.adam_rollback(
                     id(self), step, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                    group["weight_decay"], group["bias_correction"], tensors[0], tensors[1], tensors[2], tensors[3],
+                    group["weight_decay"], group["bias_correction"], param, grad, *moments,
                 )  # fmt: skip
             finally:
                 op.destroy_adam(id(self))
-            for target, source in zip((param, None, *(state[name] for name in self.MOMENTS)), tensors, strict=True):
-                if target is not None and target is not source:
-                    target.copy_(source)
             state["step"] -= 1
             torch.autograd.graph.increment_version(param)
         return loss
