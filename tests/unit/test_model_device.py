@@ -18,7 +18,7 @@ def test_one_token_reads_each_weight_once(dtype: str) -> None:
     assert held <= counted.bytes["product"] < 1.02 * held
     assert keys <= counted.bytes["attend"] < 1.5 * keys
     assert counted.launches["product"] == 4 * 2 + 1
-    assert counted.launches["norm"] == 2 * 2 + 1
+    assert counted.launches["norm"] == 1  # the last one: those before products are part of them
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
