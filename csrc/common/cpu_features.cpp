@@ -118,6 +118,12 @@ const std::map<std::string, bool>& cpu_features() {
 Isa selected_isa() {
   static const Isa isa = [] {
     const char* cap = std::getenv("ANYACCEL_ISA");
+#ifdef ANYACCEL_EMULATE
+    for (const IsaRow& row : kIsaRows)  // one that is plain code here runs where it is named
+      if (cap != nullptr && row.name == std::string(cap) &&
+          usable(row_of(highest_of_every_kernel(row.isa)), cpu_features()))
+        return row.isa;
+#endif
     return choose_isa(cpu_features(), cap == nullptr ? "" : cap);
   }();
   return isa;

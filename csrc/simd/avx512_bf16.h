@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 with VNNI and BF16: dot products of pairs of bfloat16 (pairs_of in llm/kernels/gemm_avx512.h makes them).
-// With ANYACCEL_EMULATE the instruction is plain code that gives what it gives, bit by bit as Intel's manual defines
-// it.
+// AVX-512 with VNNI and BF16: dot products of pairs of bfloat16, and what makes such pairs. Subnormal numbers are zero
+// in both. With ANYACCEL_EMULATE the instructions are plain code that gives what they give, bit by bit as Intel's
+// manual defines it.
 #pragma once
 
 #include "simd/avx512_vnni.h"
@@ -36,6 +36,15 @@ inline Vec dot_bf16(Vec sums, IVec a, IVec b) {
   return sums;
 }
 
+// VCVTNEPS2BF16.
+inline __m256i narrow_pairs(Vec v) {
+  const Mask subnormal = _mm512_fpclass_ps_mask(v, 0x20);
+  return narrow_bf16(_mm512_mask_and_ps(v, subnormal, v, _mm512_set1_ps(-0.0f)));
+}
+inline IVec narrow_pairs(Vec low, Vec high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_pairs(low)), narrow_pairs(high), 1);
+}
+
 #else
 
 inline Vec dot_bf16(Vec sums, IVec a, IVec b) {
@@ -44,8 +53,27 @@ inline Vec dot_bf16(Vec sums, IVec a, IVec b) {
   std::memcpy(&y, &b, sizeof y);
   return _mm512_dpbf16_ps(sums, x, y);
 }
+inline __m256i narrow_pairs(Vec v) {
+  const __m256bh halves = _mm512_cvtneps_pbh(v);
+  __m256i bits;
+  std::memcpy(&bits, &halves, sizeof bits);
+  return bits;
+}
+inline IVec narrow_pairs(Vec low, Vec high) {
+  const __m512bh halves = _mm512_cvtne2ps_pbh(high, low);
+  IVec bits;
+  std::memcpy(&bits, &halves, sizeof bits);
+  return bits;
+}
 
 #endif
+
+// Sixteen pairs from x on, of which `count` columns exist; the others are zeros.
+inline IVec pairs_of(const float* x, int64_t count) {
+  const Vec low = _mm512_maskz_loadu_ps(first_lanes(count), x);
+  const Vec high = count > 16 ? _mm512_maskz_loadu_ps(first_lanes(count - 16), x + 16) : broadcast(0.0f);
+  return narrow_pairs(low, high);
+}
 
 }  // namespace
 }  // namespace anyaccel::simd::ANYACCEL_ISA_VARIANT

@@ -140,6 +140,13 @@ const AttentionShape& shape_of(const AttentionStep& step) {
 
 }  // namespace
 
+void attend(const AttendTask& task) noexcept {
+  static const PairAttentionKernels* const pairs = find_variant<PairAttentionKernels>(selected_isa());
+  const bool paired =
+      pairs != nullptr && task.layout->format == CacheFormat::bf16 && task.options->distances == nullptr;
+  (paired ? pairs->attend : kernels().attend)(task);
+}
+
 bool divides_context(const Query& query) noexcept { return query.tokens <= kSplitTokens && !query.whole; }
 
 void AttentionScratch::reserve(const AttentionShape& shape, const std::vector<Query>& queries, int threads) {
@@ -242,6 +249,7 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       task.begin = piece.begin;
       task.end = piece.end;
       task.length = query.position + query.tokens;
+      task.many = !divides_context(query);
       task.scratch = memory + thread_scratch_floats(layout) * static_cast<size_t>(thread);
       if (d.parts == 1) {
         task.out =
@@ -250,7 +258,7 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       } else {
         task.partial = partials + (partial_row + piece.partial_row) * partial_floats(layout);
       }
-      kernels().attend(task);
+      attend(task);
     });
     partial_row += d.partial_rows(shape.kv_heads);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with blocks of keys and values as floats, as each cache format but i4 has them, for kernels_attention.cpp.
+// Products with blocks of keys and values, as each cache format but i4 has them, for attention_rows.h: as floats, or as
+// pairs of bfloat16 by an instruction for them.
 #pragma once
 
 #include "llm/attention/kernels_attention.h"
@@ -38,6 +39,16 @@ struct I8 {
     b = first(p + 16);
   }
 };
+
+struct I4 {};  // attention_nibbles.h
+
+// Whether rows too are pairs of bfloat16: `a` of a product points to them, two in the place of a float. Such a format
+// has columns(p), row(p), store_row(p, kLanes floats) and dot(sums, row, columns).
+template <class B>
+constexpr bool kPaired = false;
+// Whether all columns of a page are multiplied, those too that its tokens do not fill.
+template <class B>
+constexpr bool kWholePages = false;
 
 // --- c[rows][columns] = a[rows][k] * b[k][columns] (+ factor[row] * c)
 
@@ -84,30 +95,51 @@ void tile(const Product& p) {
           __builtin_prefetch(prefetch + static_cast<size_t>(block) * p.block_bytes + line);
       prefetch += B::kPairBytes;
     }
-    Vec even[N], odd[N];
+    if constexpr (kPaired<B>) {
+      IVec columns[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      B::pair(column[n], even[n], odd[n]);
-      column[n] += B::kPairBytes;
-    }
+      for (int n = 0; n < N; ++n) {
+        columns[n] = B::columns(column[n]);
+        column[n] += B::kPairBytes;
+      }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const float* const from = a[r / 3] + r % 3 * stride;
-      const Vec x = broadcast(from[0]), y = broadcast(from[1]);
+      for (int r = 0; r < R; ++r) {
+        const auto row = B::row(a[r / 3] + r % 3 * stride);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sums[r][n] = fma(x, even[n], sums[r][n]);
+        for (int n = 0; n < N; ++n) sums[r][n] = B::dot(sums[r][n], row, columns[n]);
+      }
+    } else {
+      Vec even[N], odd[N];
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sums[r][n] = fma(y, odd[n], sums[r][n]);
+      for (int n = 0; n < N; ++n) {
+        B::pair(column[n], even[n], odd[n]);
+        column[n] += B::kPairBytes;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const float* const from = a[r / 3] + r % 3 * stride;
+        const Vec x = broadcast(from[0]), y = broadcast(from[1]);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) sums[r][n] = fma(x, even[n], sums[r][n]);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) sums[r][n] = fma(y, odd[n], sums[r][n]);
+      }
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < (R + 2) / 3; ++r) a[r] += 2;
+    for (int r = 0; r < (R + 2) / 3; ++r) a[r] += kPaired<B> ? 1 : 2;
   }
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
-    if (p.k % 2 != 0) {
-      const Vec even = B::first(column[n]);
+    if (p.k % 2 != 0) {  // what the last pair has beside it may be no number
+      const auto even = B::first(column[n]);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[r][n] = fma(broadcast(a[r / 3][r % 3 * stride]), even, sums[r][n]);
+      for (int r = 0; r < R; ++r) {
+        const float* const from = a[r / 3] + r % 3 * stride;
+        if constexpr (kPaired<B>)
+          sums[r][n] = B::dot(sums[r][n], B::row(from), even);
+        else
+          sums[r][n] = fma(broadcast(*from), even, sums[r][n]);
+      }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(p.c + r * p.c_stride + n * kLanes, sums[r][n]);
@@ -147,7 +179,11 @@ template <class B>
 constexpr Tile kTiles[kTileRows][1] = {{tile<B, 1, 16 / kLanes>}, {tile<B, 2, 16 / kLanes>}};
 #endif
 
-// Up to kTileRows rows and any number of blocks of columns.
+// Rows that are attended together.
+template <class B>
+constexpr int kRowsOf = kTileRows;
+
+// Up to that many rows and any number of blocks of columns.
 template <class B>
 void multiply(const Product& product, int rows, int blocks) {
   for (Product down = product; rows > 0;) {

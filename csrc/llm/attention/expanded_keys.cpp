@@ -90,7 +90,6 @@ void ExpandedKeys::append(int head, int64_t position, int count, const float* k,
 
 void ExpandedKeys::attend(int head, const AttentionOptions& options, const Query& query, const float* q,
                           int64_t q_stride, float* out, int64_t out_stride) noexcept {
-  static const AttentionKernels& kernels = pick<AttentionKernels>(selected_isa());
   for (int row = 0; row < query.tokens; row += kRows) {
     AttendTask task{};
     task.layout = &layout_;
@@ -107,10 +106,11 @@ void ExpandedKeys::attend(int head, const AttentionOptions& options, const Query
     task.begin = options.window > 0 ? std::max<int64_t>(first - options.window + 1, 0) / kPageTokens * kPageTokens : 0;
     task.end = first + task.rows;
     task.length = query.position + query.tokens;
+    task.many = true;
     task.scratch = scratch_.get();
     task.out = out;
     task.out_stride = out_stride;
-    kernels.attend(task);
+    llm::attend(task);
   }
 }
 

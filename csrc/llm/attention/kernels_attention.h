@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "llm/attention/attention.h"
+#include "simd/isa.h"
 
 namespace anyaccel::llm {
 
@@ -46,6 +47,7 @@ struct AttendTask {
   int64_t position;     // of the query's first token
   int64_t begin, end;   // tokens of the context to attend to; begin is a multiple of kPageTokens
   int64_t length;       // of the sequence with the query
+  bool many;            // the query is a prompt, all of whose tasks are computed alike
   float* scratch;       // task_scratch_floats()
   // A whole context's result, divided by the sum (sinks included), like AttentionStep::out; or null:
   float* out;
@@ -61,7 +63,7 @@ inline int64_t partial_floats(const HeadLayout& layout) { return layout.padded_v
 constexpr int kDistanceRows = kTaskRows + kPageTokens, kDistanceColumns = 112;
 inline size_t task_scratch_floats(const HeadLayout& layout) {
   return static_cast<size_t>(kTaskRows) *
-             static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 6 + 10 * layout.key_groups()) +
+             static_cast<size_t>(layout.padded_head_dim + 2 * layout.padded_value_dim + 6 + 10 * layout.key_groups()) +
          static_cast<size_t>(kTaskRows) * kPageTokens + 64 + kDistanceRows * kPageTokens + 16 * kDistanceColumns;
 }
 
@@ -89,6 +91,16 @@ struct AttentionKernels {
   void (*attend)(const AttendTask& task);
   void (*combine)(const CombineTask& task);
 };
+// Of keys and values in bfloat16, queries and weights of keys being rounded to it too. Scores by distance are not for
+// it.
+struct PairAttentionKernels {
+  void (*attend)(const AttendTask& task);
+
+  static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::avx512_bf16 || row.isa == Isa::amx; }
+};
+// By the kernels for the task.
+void attend(const AttendTask& task) noexcept;
+
 struct AppendKernels {
   void (*append)(const AppendTask& task);
 };

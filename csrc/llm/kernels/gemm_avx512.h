@@ -17,13 +17,6 @@ using namespace simd::ANYACCEL_ISA_VARIANT;
 // Loads the first `count` of sixteen floats, which may be none, and zeros for the rest.
 inline Vec load_first(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 
-// Sixteen pairs from x on, of which `count` columns exist; the others are zeros.
-inline IVec pairs_of(const float* x, int64_t count) {
-  const __m256i low = narrow_bf16(load_first(x, count));
-  const __m256i high = count > 16 ? narrow_bf16(load_first(x + 16, count - 16)) : _mm256_setzero_si256();
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
-
 // out = scale * (sums + bias), or added to it; sums[token][kWidth rows].
 template <int kWidth>
 void write_sums(const float* sums, int tokens, const GemmTile& to) {
