@@ -6,10 +6,10 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel.accelerator import get_accelerator
-from anyaccel.errors import CompatError
+from anyaccel.errors import CompatError, UsageError
 from anyaccel.lightning import use_in_lightning
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ __all__ = ["use_in_deepspeed", "use_in_lightning"]
 
 # DeepSpeed's wrapper of oneCCL calls another interface than our op has; without it, its `ccl` is torch's: our groups.
 _NOT_FOR_DEEPSPEED = {"CCLCommBuilder"}
+# What DeepSpeed calls every op that it lacks for a CPU.
+_NO_OP = "deepspeed_not_implemented"
 
 
 def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
@@ -29,7 +31,8 @@ def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
       isinstance().
     - The op builders that we have (CPUAdam, CPUAdagrad, CPULion, FusedAdam, FusedLion, AsyncIO and others) are behind
       DeepSpeed's names, in modules that are imported already too: its optimizers and its offload to files call our
-      kernels, and nothing is compiled. Builders that we lack stay DeepSpeed's.
+      kernels, and nothing is compiled. Builders that we lack stay DeepSpeed's; an op that neither has is an
+      error with its name.
     - `deepspeed.init_distributed()` takes our backend `shm` for a CPU, and knows `shm` and `ccl` by name.
 
     Call it at the start of a script: objects that DeepSpeed has made before keep what they have.
@@ -74,11 +77,27 @@ def _take_builders(accelerator: Accelerator) -> None:
     for module_name, module in list(sys.modules.items()):
         # Below deepspeed.ops.op_builder are the definitions of its own; what others import is in the package itself.
         if module_name.startswith("deepspeed.") and not module_name.startswith("deepspeed.ops.op_builder."):
-            vars(module).update({name: kind for name, kind in builders.items() if name in vars(module)})
+            for name, kind in list(vars(module).items()):
+                if name in builders:
+                    vars(module)[name] = builders[name]
+                elif getattr(kind, "NAME", None) == _NO_OP and name != kind.__name__:
+                    vars(module)[name] = _without_op(name, kind, accelerator.device_name())
     # What DeepSpeed knows of its ops: filled when it is first asked for, so perhaps with its own already.
     if (all_ops := sys.modules.get("deepspeed.ops.op_builder.all_ops")) is not None:
         all_ops.ALL_OPS.update({kind.NAME: kind() for kind in builders.values()})
     vars(sys.modules["deepspeed.ops"]).pop("__compatible_ops__", None)
+
+
+def _without_op(name: str, kind: type[Any], device: str) -> type[Any]:
+    """This builder of an op that there is not, with an error that names the op: DeepSpeed's is one class for all."""
+
+    def load(self: Any, verbose: bool = True) -> NoReturn:
+        raise UsageError(
+            f"neither DeepSpeed nor anyaccel has the op {name.removesuffix('Builder')} for {device}: choose a setting "
+            "that does without it"
+        )
+
+    return type(name, (kind,), {"load": load})
 
 
 def _take_collectives(accelerator: Accelerator) -> None:

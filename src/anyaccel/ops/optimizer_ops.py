@@ -16,6 +16,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._native_step import NativeStep, TensorBatch
+from anyaccel.ops.zenflow import ZenFlow
 
 logger = logging.getLogger("anyaccel.ops")
 
@@ -69,11 +70,12 @@ class _Op:
         return 0
 
 
-class AdamOp(_Op):
+class AdamOp(_Op, ZenFlow):
     """The op ``cpu_adam``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(library, "adam", (_double,) * 5 + (_int,) * 2)
+        _Op.__init__(self, library, "adam", (_double,) * 5 + (_int,) * 2)
+        ZenFlow.__init__(self)
         self._rollback = library.anyaccel_adam_rollback
         self._rollback.argtypes = ((_address,) * 4) + (ctypes.c_int64,) + (_double,) * 6 + (_int,) * 2
 

@@ -23,7 +23,7 @@ CHECKOUT = os.environ.get("DEEPSPEED_CHECKOUT", "")
 # What runs, and how many of its tests pass: all that version 0.19.6 has for a CPU, but for those listed below.
 TESTS = {
     "unit/v1/accelerator": 4,
-    "unit/ops/adam/test_cpu_adam.py": 41,
+    "unit/ops/adam/test_cpu_adam.py": 42,
     "unit/ops/adagrad": 2,
     "unit/ops/lion/test_cpu_lion.py": 15,
     "unit/v1/nvme/test_aio.py": 52,
@@ -48,7 +48,6 @@ PASSED_OVER = {
     "torch.optim.AdamW with half precision inf/nan output": "it is torch's optimizer that cannot be compared with",
     "got empty parameter set for (module_name)": "it lists the files of DeepSpeed's backends; the alias makes these "
     "modules from a table, and test_deepspeed_alias.py makes an object of each",
-    "cross-process ZenFlowAdam not available": "ZenFlow is part of ZeRO's offload, which is out of scope",
 }
 # Not begun, and why; where it fails, it ends a process of a pool that DeepSpeed's harness then waits 300 s for.
 SKIPPED = {

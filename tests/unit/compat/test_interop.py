@@ -161,6 +161,58 @@ def test_its_optimizers_and_its_offload_to_files_use_our_kernels(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+CANNOT = """
+import pathlib
+import anyaccel.interop
+ours = anyaccel.interop.use_in_deepspeed()
+import deepspeed, torch
+
+def error(begin):
+    try:
+        begin()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("there was no error")
+
+def initialize(**config):
+    model = torch.nn.Linear(8, 8)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, **config}
+    return lambda: deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+def zero(**more):
+    return initialize(zero_optimization={"stage": 3, **more})
+
+deepspeed.init_distributed()
+pathlib.Path("file").touch()
+for begin, wanted in (
+    (initialize(optimizer={"type": "Lamb"}), "neither DeepSpeed nor anyaccel has the op FusedLamb for cpu"),
+    (initialize(optimizer={"type": "OneBitAdam"}), "OneBitAdam is not a supported DeepSpeed Optimizer"),
+    (zero(zero_quantized_weights=True), "neither DeepSpeed nor anyaccel has the op Quantizer for cpu"),
+    (zero(offload_optimizer={"device": "nvme", "nvme_path": "file"}), "Not a directory: 'file/"),
+    (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "SuperOffload only supports NVIDIA CUDA GPUs"),
+    (initialize(sparse_attention={"mode": "fixed"}), "Sparse Attention has been removed"),
+    (lambda: deepspeed.ops.op_builder.DeepCompileBuilder().load(), "has the op DeepCompile for cpu"),
+):
+    assert wanted in (got := error(begin)), got
+if not ours.is_fp16_supported():
+    assert "fp16 is not supported" in (got := error(initialize(fp16={"enabled": True}))), got
+deepspeed.comm.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_cannot_work_says_so_before_the_first_step(tmp_path):
+    skip_without_deepspeed()
+    (tmp_path / "cannot.py").write_text(CANNOT)
+    variables = {"PYTHONPATH": FOLDER, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "anyaccel", "run", "--no_local_rank", "--num_accelerators", "1", "cannot.py"],
+        env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 STAGES = """
 import json, os, pathlib, sys
 import anyaccel.interop
