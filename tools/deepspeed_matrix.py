@@ -417,9 +417,8 @@ def worker(order: dict[str, Any]) -> None:
     import deepspeed.pipe
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    if (
-        order["side"] == "theirs"
-    ):  # its op for inference_all_reduce takes minutes to compile, and training has no use for it
+    if order["side"] == "theirs":
+        # Its op for inference_all_reduce takes minutes to compile, and training has no use for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(order["folder"])

@@ -114,6 +114,8 @@ def pytest_runtest_logreport(report):
     if report.outcome != "passed" or report.when == "call":
         note(report.nodeid, report.outcome)
 """
+# The first port that tests try, and what each side has for it: both run at once, and would take each other's.
+PORT, PORTS = "29500", {"ours": "24500", "theirs": "26500"}
 OURS = "import anyaccel.interop\n\nanyaccel.interop.use_in_deepspeed()\n\n"
 # It takes minutes to compile, and none of these tests is about it.
 THEIRS = "import deepspeed\n\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n\n"
@@ -129,6 +131,9 @@ def copied(checkout: Path, folder: Path, side: str) -> Path:
     common.write_text((OURS if side == "ours" else THEIRS) + common.read_text())
     conftest = tests / "conftest.py"
     conftest.write_text((OURS if side == "ours" else "") + conftest.read_text())
+    for file in tests.rglob("*.py"):
+        if PORT in (text := file.read_text()):
+            file.write_text(text.replace(PORT, PORTS[side]))
     (folder / side / f"{_PLUGIN}.py").write_text(PRELOADED)
     return tests
 
