@@ -71,6 +71,16 @@ VENDORS = {
         distributions=("habana-torch-plugin",),
         of_a_host=("HABANA_VISIBLE_DEVICES",),
     ),
+    "klxpu": Vendor(
+        backends={
+            "klxpu": ("klxpu:KlxpuAccelerator", "torch_xmlir"),
+        },
+        visible=("CUDA_VISIBLE_DEVICES",),
+        environment=("BKCL", "XPU", "XMLIR", "LD_LIBRARY", "PATH"),
+        distributions=("torch-xmlir",),
+        of_a_host=("XPU_VISIBLE_DEVICES",),
+        device_files=("/dev", "xpu", "0x1d22"),
+    ),
     "mlu": Vendor(
         backends={
             "mlu": ("mlu:MluAccelerator", "torch_mlu"),
@@ -88,6 +98,14 @@ VENDORS = {
         environment=("MCCL", "MUSA", "LD_LIBRARY", "PATH"),
         distributions=("torch-musa",),
         device_files=("/dev", "mtgpu.", "0x1ed5"),
+    ),
+    "neuron": Vendor(
+        backends={
+            "neuron": ("neuron:NeuronAccelerator", "torch_neuronx"),
+        },
+        visible=("NEURON_RT_VISIBLE_CORES",),
+        environment=("NEURON", "FI_", "LD_LIBRARY", "PATH"),
+        distributions=("torch-neuronx",),
     ),
     "sdaa": Vendor(
         backends={
@@ -107,6 +125,16 @@ VENDORS = {
         distributions=("torch-supa",),
         device_files=("/dev/biren", "card_", "0x1ee0"),
     ),
+    "tpu": Vendor(
+        backends={
+            "tpu": ("tpu:TpuAccelerator", "torch_tpu"),
+        },
+        visible=("TPU_VISIBLE_DEVICES",),
+        environment=("TPU_", "LIBTPU_", "LD_LIBRARY", "PATH"),
+        distributions=("torch-tpu",),
+        of_a_host=("TPU_VISIBLE_CHIPS",),
+        device_files=("/dev", "accel", "0x1ae0"),
+    ),
     "xpu": Vendor(
         backends={
             "xpu.external": ("xpu_external:ExternalXpuAccelerator", "intel_extension_for_deepspeed"),
@@ -121,6 +149,15 @@ VENDORS = {
         backends={
             "mps": ("mps:MpsAccelerator", ""),
         },
+    ),
+    "xla": Vendor(
+        backends={
+            "xla": ("xla:XlaAccelerator", "torch_xla"),
+        },
+        visible=("TPU_VISIBLE_DEVICES",),
+        environment=("PJRT_", "XLA_", "TPU_", "LIBTPU_", "NEURON", "LD_LIBRARY", "PATH"),
+        distributions=("torch-xla",),
+        of_a_host=("NEURON_RT_VISIBLE_CORES",),
     ),
     "mtia": Vendor(
         backends={
@@ -142,6 +179,5 @@ FAMILIES = {"xpu": ("xpu.ipex", "xpu.native")}
 HOST = "cpu"
 # The device whose names the porting tool replaces.
 PORTED = "cuda"
-# The devices beside these two, and those for which there is no backend here: code that asks for them is not for CUDA.
+# The devices beside these two: code that asks for them is not for CUDA.
 OTHERS = tuple(name for name in VENDORS if name not in (HOST, PORTED))
-WITHOUT_BACKEND = ("neuron", "tpu", "xla")

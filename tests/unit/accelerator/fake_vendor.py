@@ -35,7 +35,10 @@ GIB = 1 << 30
 TICK_MS = 2.5  # between two events that are recorded one after the other
 # Their packages give torch's PrivateUse1 the name of the device.
 SPARE_TYPES = [
-    name for name, vendor in VENDORS.items() for _, package in vendor.backends.values() if package == f"torch_{name}"
+    name
+    for name, vendor in VENDORS.items()
+    for _, package in vendor.backends.values()
+    if package in (f"torch_{name}", f"torch_{name}x") and name != "xla"  # xla is a device type of torch's own
 ]
 
 
@@ -82,8 +85,11 @@ class FakeVendor(ModuleType):
             if kind not in hidden:
                 setattr(self, kind, self._class(kind, methods))
         for submodule, functions in recorded["submodules"].items():
-            bound = {item: self._function(f"{submodule}.{item}", text) for item, text in functions.items()}
-            setattr(self, submodule, SimpleNamespace(**bound))
+            bound: Any = {item: self._function(f"{submodule}.{item}", text) for item, text in functions.items()}
+            first, *inner = submodule.split(".")
+            for part in reversed(inner):
+                bound = {part: SimpleNamespace(**bound)}
+            setattr(self, first, SimpleNamespace(**bound))
         if name == "hpu":
             self.random = _HpuRandom(**vars(self.random))
             self.random.vendor = self
@@ -237,6 +243,7 @@ class State:
         self.peak_is_reset: set[int] = set()
         self.registered: dict[int, tuple[int, int]] = {}
         self.stream_of: dict[int, Any] = {}
+        self.seeds = [101] * self.count
 
     def index(self, device: Any) -> int:
         """What a vendor makes of its device argument: an index, a device, its name, or None for the current one."""
@@ -286,6 +293,8 @@ class State:
         return self.current
 
     def set_device(self, device: Any) -> None:
+        if self.vendor.vendor in ("neuron", "tpu") and isinstance(device, str):
+            raise ValueError(f"Invalid device string {device}")  # they take indices and torch.devices
         self.current = self.index(device)
 
     def synchronize(self, device: Any = None) -> None:
@@ -330,13 +339,16 @@ class State:
         self._lazy_init()
         return self._generator(device).get_state()
 
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(self, device: Any = None, **state: torch.Tensor) -> None:
+        (new_state,) = state.values()  # vendors name it differently
         assert isinstance(new_state, torch.Tensor) and new_state.dtype == torch.uint8
         generator = self._generator(device)
         self._later(lambda: generator.set_state(new_state))
 
-    def manual_seed(self, seed: int) -> None:
-        self._later(lambda: self._generator(None).manual_seed(seed))
+    def manual_seed(self, seed: int, device: Any = None) -> None:
+        if self.vendor.vendor == "xla":
+            self.seeds[self.index(device)] = seed
+        self._later(lambda: self._generator(device).manual_seed(seed))
 
     def manual_seed_all(self, seed: int) -> None:
         self._later(lambda: [generator.manual_seed(seed) for generator in self.generators])
@@ -344,6 +356,24 @@ class State:
     def initial_seed(self) -> int:
         self._lazy_init()
         return self._generator(None).initial_seed()
+
+    # torch_xla: the state of a device is one number, the client of each device keeps account of its memory
+
+    def device(self, index: int | None = None) -> torch.device:
+        return torch.device("xla", self.index(index))
+
+    def core_xla_model_get_rng_state(self, device: Any = None) -> int:
+        return self.seeds[self.index(device)]
+
+    def core_xla_model_set_rng_state(self, seed: int, device: Any = None) -> None:
+        self.seeds[self.index(device)] = seed
+
+    def core_xla_model_get_memory_info(self, device: Any = None) -> dict[str, int]:
+        index = self.index(device)
+        return {"bytes_used": 3 * GIB + index, "bytes_limit": 80 * GIB + index}
+
+    def runtime_device_type(self) -> str:
+        return "TPU" if self.count else "CPU"
 
     def _get_default_mps_generator(self) -> torch.Generator:
         return self._generator(None)
@@ -549,7 +579,17 @@ def _external(abstract: str, methods: str) -> str:
 
 # Package files of what can be installed; the names of parts of torch have none.
 PACKAGES: dict[str, dict[str, str]] = {
-    **{name: {f"torch_{name}/__init__.py": _IMPORTED.format(name=name)} for name in SPARE_TYPES},
+    **{
+        name: {f"{package}/__init__.py": _IMPORTED.format(name=name)}
+        for name in SPARE_TYPES
+        for _, package in VENDORS[name].backends.values()
+    },
+    "xla": {
+        "torch_xla/__init__.py": _REPLACE.format(name="xla") + "sys.modules[__name__].__path__ = __path__\n",
+        "torch_xla/distributed/__init__.py": "",
+        "torch_xla/distributed/xla_backend.py": "",
+    },
+    "klxpu": {"torch_xmlir/__init__.py": "# what it does to torch.cuda is done by installed()\n"},
     **{
         name: {
             "habana_frameworks/__init__.py": "",
@@ -576,6 +616,7 @@ PACKAGES: dict[str, dict[str, str]] = {
 # Which surface torch's module shows, by what is installed. IPEX of today leaves torch.xpu as torch has it; older
 # ones put their own in its place.
 SURFACES = {
+    "klxpu": "cuda",
     "hpu.eager": "hpu",
     "cuda.rocm": "cuda",
     "xpu.native": "xpu",
@@ -665,7 +706,7 @@ def installed(name: str, folder: Path | None = None) -> Iterator[FakeVendor]:
                 importlib.invalidate_caches()
             stack.enter_context(on_path(str(folder)))
         device_module = imported(name, as_attribute=False)
-        if not package or name.startswith("xpu"):
+        if not package or name.startswith(("xpu", "klxpu")):
             _part_of_torch(stack, name, device_module)
         try:
             yield device_module

@@ -416,7 +416,48 @@ def test_supa_has_no_double_precision_and_marks_with_brtx(make: Make) -> None:
     assert supa.vendor.called("brtx.range_push") == [{"msg": "step"}]
 
 
-@pytest.mark.parametrize("name", ["musa", "cuda", "npu", "xpu.native", "mlu", "supa", "mtia", "sdaa"])
+def test_klxpu_is_torchs_cuda_whose_events_measure_on_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XPU_EVENT_KL3_ENABLE", raising=False)
+    klxpu = make("klxpu")
+    assert (klxpu._name, klxpu.device_name(1)) == ("klxpu", "cuda:1")
+    assert visible(klxpu) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert klxpu.use_host_timers()
+    monkeypatch.setenv("XPU_EVENT_KL3_ENABLE", "1")
+    assert not klxpu.use_host_timers()
+
+
+def test_tpu_tells_the_size_of_its_memory_only(make: Make) -> None:
+    tpu = make("tpu")
+    assert (tpu.has("memory_stats"), tpu.has("events"), tpu.total_memory(0)) == (False, False, 80 * GIB)
+    with pytest.raises(CapabilityError, match="not how much of it is in use"):
+        tpu.memory_allocated()
+
+
+def test_xla_on_a_cpu_is_for_those_who_ask_for_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    xla = make("xla")
+    assert xla.memory_allocated(1) == 3 * GIB + 1
+    with pytest.raises(UsageError, match="there is no device xla:2"):
+        xla.set_device(2)
+    xla.vendor.answers["runtime.device_type"] = "CPU"
+    missing = type(xla).probe()
+    assert missing is not None and "would run on CPU" in missing.reason and not missing.installed
+    monkeypatch.setenv("DS_ACCELERATOR", "xla")
+    assert type(xla).probe() is None
+    on_cpu = type(xla)()
+    assert not on_cpu.has("memory_stats")
+    with pytest.raises(CapabilityError, match="keeps no account"):
+        on_cpu.total_memory()
+
+
+def test_xla_runs_what_it_has_gathered_when_it_is_waited_for(make: Make) -> None:
+    xla = make("xla")
+    xla.synchronize()
+    assert xla.vendor.called("sync") == [{"wait": True}]
+    assert xla.vendor.called("core.xla_model.wait_device_ops") == [{}]
+
+
+@pytest.mark.parametrize("name", ["musa", "cuda", "npu", "xpu.native", "mlu", "supa", "mtia", "sdaa", "tpu"])
 def test_generators_before_the_device_is_initialised(make: Make, name: str) -> None:
     accelerator = make(name)
     vendor: FakeVendor = accelerator.vendor

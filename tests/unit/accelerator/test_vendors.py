@@ -10,11 +10,11 @@ from pathlib import Path
 import anyaccel
 from anyaccel.accelerator.select import REGISTRY
 from anyaccel.launch.plan import devices
-from anyaccel.vendors import FAMILIES, OTHERS, VENDORS
+from anyaccel.vendors import FAMILIES, OTHERS, PORTED, VENDORS
 
 PACKAGE = Path(anyaccel.__file__).parent
-# What DeepSpeed has modules for is DeepSpeed's choice.
-OTHER_LISTS = {"vendors.py", "compat/deepspeed/_names.py"}
+# What DeepSpeed has modules for is DeepSpeed's choice, and where optimizers can be captured is torch's.
+OTHER_LISTS = {"vendors.py", "compat/deepspeed/_names.py", "cuda/functions.py"}
 WORDS = re.compile(rf"(?<![a-z])(?:{'|'.join(OTHERS)})(?![a-z])")
 
 
@@ -22,7 +22,8 @@ def test_every_backend_has_a_row_that_says_what_it_says() -> None:
     for name, vendor in VENDORS.items():
         for backend, (_, package) in vendor.backends.items():
             spec = REGISTRY[backend].load().spec
-            assert (spec.name, spec.device_type) == (name, name)
+            # Kunlunxin's devices are torch's cuda.
+            assert (spec.name, spec.device_type) == (name, PORTED if backend == "klxpu" else name)
             assert (spec.package, spec.visible_devices) == (package, vendor.visible), backend
     assert all(set(members) <= set(VENDORS[name].backends) for name, members in FAMILIES.items())
 
@@ -32,8 +33,8 @@ def test_the_launcher_knows_where_to_look_for_each() -> None:
     by_file = {name for name, vendor in VENDORS.items() if vendor.device_files}
     by_code = devices._FIND.keys() | devices._ALSO_VISIBLE.keys()
     assert by_code <= VENDORS.keys() - by_file
-    # Apple's devices have no files, and nobody sells Meta's.
-    assert VENDORS.keys() - by_file - by_code == {"mps", "mtia", "cpu"}
+    # Apple's devices have no files, nobody sells Meta's, and Neuron's and XLA's runtimes divide chips as they are told.
+    assert VENDORS.keys() - by_file - by_code == {"mps", "mtia", "cpu", "neuron", "xla"}
 
 
 def vendors_in(source: str) -> set[str]:

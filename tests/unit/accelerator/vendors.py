@@ -293,6 +293,46 @@ def seeded(method: str) -> Callable[[Any, Any, Any], Any]:
     return call
 
 
+def seeded_states(method: str, state_of: Callable[[int], torch.Tensor]) -> Case:
+    """The same as seeded(), where there are states but no generators."""
+
+    def call(a: Any, vendor: Any, given: Any) -> Any:
+        getattr(a, method)(5)
+        return [torch.equal(a.get_rng_state(index), state_of(5)) for index in (0, 1)]
+
+    return Case(call, CASES[method].expected)
+
+
+def generator_state(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def running_seed(seed: int) -> torch.Tensor:
+    """The state of a device of torch_xla."""
+    return torch.tensor([seed]).view(torch.uint8)
+
+
+def chosen_devices(a: Any, vendor: Any, given: Any) -> list[int]:
+    """set_device() where the vendor's module has no such function."""
+    chosen = []
+    for where in each_way("xla"):
+        a.set_device(where)
+        chosen += [a.current_device()] if a.device_name() == f"xla:{a.current_device()}" else []
+    return chosen
+
+
+def running_seeds(a: Any, vendor: Any, given: Any) -> list[bool]:
+    """random_state() and all_states() with such states; a seed is any number of 64 bits."""
+    states = [running_seed(7), running_seed(8)]
+    a.set_rng_state_all(states)
+    seen = list(map(torch.equal, a.get_rng_state_all(), states))
+    for number, where in enumerate((None, *each_way("xla"))):
+        state = running_seed(-1 - number)
+        a.set_rng_state(state, where)
+        seen.append(torch.equal(a.get_rng_state(where), state))
+    return seen
+
+
 def lazily(a: Any, vendor: Any, given: Any) -> list[str]:
     """Nothing is dropped: the callback has run once the device is in use."""
     ran: list[str] = []
@@ -450,6 +490,7 @@ class Backend:
         outdated: those of them that only this version of the vendor's module lacks, so that the backend cannot
             declare them.
         entry: name in the registry, where it is not the backend's.
+        cases: other cases, for what its state is made of.
     """
 
     collective: str
@@ -459,6 +500,7 @@ class Backend:
     absent: frozenset[str] = frozenset()
     outdated: frozenset[str] = frozenset()
     entry: str = ""
+    cases: Mapping[str, Case] = field(default_factory=dict)
 
 
 VENDOR = ["LD_LIBRARY", "PATH"]
@@ -661,6 +703,56 @@ BACKENDS: dict[str, Backend] = {
         ),
     ),
 }
+FOUND_BY_CUDA = {
+    "use_host_timers": True,  # events of this runtime measure nothing unless a variable says so
+    "export_envs": ["BKCL", "XPU", "XMLIR", *VENDOR],
+}
+BACKENDS["klxpu"] = backend_cuda(differs=FOUND_BY_CUDA)
+BACKENDS["neuron"] = Backend(
+    "neuron",
+    ["NEURON", "FI_", *VENDOR],
+    "NEURON_RT_VISIBLE_CORES",
+    {**NO_FP64, **NOT_CAPTURING, "get_compile_backend": "neuron"},
+    frozenset({"default_generator", "available_memory", "mem_get_info", *GRAPHS, *REGISTRATION}),
+    cases={name: seeded_states(name, generator_state) for name in ("manual_seed", "manual_seed_all")},
+)
+_IN_USE = {name for name in CASES if "memory_" in name and name.endswith(("allocated", "reserved", "cached", "stats"))}
+BACKENDS["tpu"] = Backend(
+    "tpu_dist",
+    ["TPU_", "LIBTPU_", *VENDOR],
+    "TPU_VISIBLE_DEVICES",
+    {
+        **NOT_CAPTURING,
+        "use_host_timers": True,
+        "resolves_data_dependency": True,
+        "get_compile_backend": "tpu",
+    },
+    frozenset({*_IN_USE, "memory_summary", "available_memory", "mem_get_info", "Event", *GRAPHS, *REGISTRATION}),
+)
+BACKENDS["xla"] = Backend(
+    "xla",
+    ["PJRT_", "XLA_", "TPU_", "LIBTPU_", "NEURON", *VENDOR],
+    "TPU_VISIBLE_DEVICES",
+    {
+        **NOT_CAPTURING,
+        "use_host_timers": True,
+        "resolves_data_dependency": True,
+        "available_memory": [77 * GIB] * 7,
+        "get_compile_backend": "openxla",
+        "pin_memory": NOT_PINNED,
+        "pin_empty": lambda got: [item[0] for item in got] == [False, False],
+        "pin_empty_like": lambda got: [item[0] for item in got] == [False, False],
+    },
+    frozenset(
+        {"Stream", "stream", "current_stream", "default_stream", "Event", "default_generator", *GRAPHS, *REGISTRATION}
+        | _IN_USE - {"memory_allocated", "memory_stats"}
+    ),
+    cases={
+        **{name: Case(running_seeds, [True] * 9) for name in CASES if "rng_state" in name},
+        "set_device": Case(chosen_devices, [0, 1] * 3),
+        **{name: seeded_states(name, running_seed) for name in ("manual_seed", "manual_seed_all")},
+    },
+)
 BACKENDS["hpu.eager"] = Backend(
     BACKENDS["hpu"].collective,
     BACKENDS["hpu"].exports,
@@ -684,7 +776,7 @@ def expected_of(name: str, method: str) -> Any:
         "visible_devices_envs": variables,
         "set_visible_devices_envs": dict.fromkeys(variables, "0,GPU-5f3"),
     }
-    return fixed.get(method, CASES[method].expected)
+    return fixed.get(method, backend.cases.get(method, CASES[method]).expected)
 
 
 def filled(expected: Any, kind: str) -> Any:
@@ -711,7 +803,8 @@ def has_own_code(a: Accelerator, method: str) -> bool:
 
 def run_case(name: str, method: str, folder: Path) -> Outcome:
     """Call one method of a new accelerator over a new module."""
-    case, backend = CASES[method], BACKENDS[name]
+    backend = BACKENDS[name]
+    case = backend.cases.get(method, CASES[method])
     with contextlib.ExitStack() as stack:
         vendor: FakeVendor | None = None
         if name != "cpu":

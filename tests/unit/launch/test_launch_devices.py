@@ -132,11 +132,14 @@ def test_gaudi_by_module(tmp_path: Path) -> None:
         ("mlu", "dev/cambricon_dev{}", "0xcabc", "MLU_VISIBLE_DEVICES"),
         ("musa", "dev/mtgpu.{}", "0x1ed5", "MUSA_VISIBLE_DEVICES"),
         ("supa", "dev/biren/card_{}", "0x1ee0", "SUPA_VISIBLE_DEVICES"),
+        ("klxpu", "dev/xpu{}", "0x1d22", "CUDA_VISIBLE_DEVICES"),
+        ("tpu", "dev/accel{}", "0x1ae0", "TPU_VISIBLE_DEVICES"),
     ],
 )
 def test_devices_by_file_and_maker(name: str, file: str, vendor: str, variable: str, tmp_path: Path) -> None:
     found = machine(tmp_path)
     write(tmp_path, "dev/davinci_manager")
+    write(tmp_path, "dev/xpuctrl")
     for index in range(2):
         write(tmp_path, file.format(index))
         pci(tmp_path, f"0000:{index + 1:02x}:00.0", vendor, "0x120000", 1 - index)

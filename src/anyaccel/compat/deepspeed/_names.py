@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 # Those of DeepSpeed's accelerators; a module's class is called as in `NPU_Accelerator`.
-ACCELERATORS = ("cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "supa", "xpu")
+ACCELERATORS = ("cpu", "cuda", "hpu", "klxpu", "mlu", "mps", "npu", "sdaa", "supa", "xpu")
 
 # Module -> name -> "module:attribute", which is loaded on first use; a leading dot is a module of the alias.
 MODULES: dict[str, dict[str, str]] = {
