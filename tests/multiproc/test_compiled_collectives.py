@@ -187,11 +187,9 @@ def with_gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run(results, WORLD, "gloo", str(tmp_path_factory.mktemp("gloo") / "store"), timeout=300)
 
 
+@pytest.mark.slow  # torch.compile takes half a minute
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    "backend",
-    ["shm", pytest.param("hierarchy", marks=pytest.mark.slow), pytest.param("ccl", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("backend", ["shm", "hierarchy", "ccl"])
 def test_compiled_as_with_gloo(backend: str, with_gloo: list[dict[str, Any]], tmp_path: Path) -> None:
     environment = {}
     if backend == "ccl":

@@ -58,7 +58,12 @@ def _open(folder: Path, tp: int, pp: int = 1, runtime: str = "auto") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "runtime"), [(2, 1, "auto"), (2, 1, "device"), pytest.param(1, 2, "auto", marks=pytest.mark.slow)]
+    ("tp", "pp", "runtime"),
+    [
+        (2, 1, "auto"),
+        pytest.param(2, 1, "device", marks=pytest.mark.slow),
+        pytest.param(1, 2, "auto", marks=pytest.mark.slow),
+    ],
 )
 async def test_two_ranks_answer_as_one_process_does_and_are_started_again(
     folder: Path, tp: int, pp: int, runtime: str

@@ -118,9 +118,8 @@ def test_floats_are_rounded_as_natively(name: str, dtype: str, group: int, tmp_p
     assert own.weight_bytes < 0.6 * _device(tmp_path, "fp32").weight_bytes
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("auto", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow), "int4"]
-)
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
+@pytest.mark.slow  # random models do the same above
 def test_a_real_model_answers_as_natively(dtype: str) -> None:
     """SmolLM2-135M in Q4_1, kept, or brought to another precision."""
     own = _device(default_model_file(), dtype)

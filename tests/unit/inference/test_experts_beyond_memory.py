@@ -193,9 +193,9 @@ print(json.dumps([before, high_water_mark(), native.model.weight_bytes, native.c
 def test_no_more_than_the_bound_is_ever_in_memory(tmp_path: Path) -> None:
     """Packing, loading and answering, of weights of five times the bound, most of which every prompt needs."""
     folder = save(
-        tmp_path / "large", hidden_size=256, intermediate_size=1024, num_local_experts=32, num_hidden_layers=6
+        tmp_path / "large", hidden_size=256, intermediate_size=1024, num_local_experts=16, num_hidden_layers=6
     )
-    memory = 60 << 20
+    memory = 30 << 20
     for _ in range(2):  # packed, and from the cache
         done = subprocess.run(
             [sys.executable, "-c", _PEAK, str(folder), str(memory)], capture_output=True, text=True, timeout=300
