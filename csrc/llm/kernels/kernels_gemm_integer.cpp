@@ -23,7 +23,10 @@ namespace {
 using namespace simd::ANYACCEL_ISA_VARIANT;
 
 constexpr int kTokens = 32;  // of a panel
-constexpr int kLines = 8;    // of weights a unit
+// What turns a product of integers into values: a scale of each group of columns, with or without a minimum, or one of
+// each row, by which sums are multiplied once, at their end.
+enum class Scaled : uint8_t { groups, with_minima, rows };
+constexpr int kLines = 8;  // of weights a unit
 template <int kParts>
 constexpr int64_t kTokenBytes = kUnit + 4 + 4 * kParts;
 template <int kParts>
@@ -138,9 +141,10 @@ struct PartScales {
 };
 
 // Adds kCount tokens' products over a unit. `held`: the unit's weights, in registers; null: they are loaded.
-template <class Sum, int kParts, bool kMinimum, int kCount>
+template <class Sum, int kParts, Scaled kScaled, int kCount>
 inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weights, const PartScales (&scales)[kParts],
                      int32_t added, const uint8_t* x, int token, Sums& sums) {
+  constexpr bool kMinimum = kScaled == Scaled::with_minima;
   const auto* q = reinterpret_cast<const int8_t*>(x + token * kUnit);
   float scale_x[kCount];
   std::memcpy(scale_x, x + kTokens * kUnit + token * 4, sizeof scale_x);
@@ -183,24 +187,25 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
           result = fma(scales[part].minimum[v], broadcast(sum_x[t]), result);
         else if constexpr (Sum::kOf16Bits)
           total = add(total, broadcast(added * sum_x[t]));
-        store(at, fma(convert(total), mul(scales[part].scale[v], broadcast(scale_x[t])), result));
+        const Vec scale =
+            kScaled == Scaled::rows ? broadcast(scale_x[t]) : mul(scales[part].scale[v], broadcast(scale_x[t]));
+        store(at, fma(convert(total), scale, result));
       }
   }
 }
 
 // A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
 // there are 32 of them, and else the sums of a few tokens.
-template <class Sum, int kParts, bool kMinimum>
-void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sums& sums) {
+template <class Sum, int kParts, Scaled kScaled>
+void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, int32_t added, Sums& sums) {
   PartScales scales[kParts];
 #pragma GCC unroll 2
-  for (int part = 0; part < kParts; ++part)
+  for (int part = 0; part < kParts && kScaled != Scaled::rows; ++part)
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       scales[part].scale[v] = weights.scale(v, part);
-      if constexpr (kMinimum) scales[part].minimum[v] = weights.minimum(v, part);
+      if constexpr (kScaled == Scaled::with_minima) scales[part].minimum[v] = weights.minimum(v, part);
     }
-  const int32_t added = weights.added();
   int t = 0;
   if constexpr (kLanes == 16) {
     Nibbles held[kVecs][kLines / 2];
@@ -208,52 +213,55 @@ void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sum
     for (int v = 0; v < kVecs; ++v)
 #pragma GCC unroll 4
       for (int i = 0; i < kLines / 2; ++i) held[v][i] = weights.lines(v, i);
-    for (; t < tokens; ++t) add_unit<Sum, kParts, kMinimum, 1>(held, weights, scales, added, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, kScaled, 1>(held, weights, scales, added, x, t, sums);
   } else {
     for (; t + kAtOnce <= tokens; t += kAtOnce)
-      add_unit<Sum, kParts, kMinimum, kAtOnce>(nullptr, weights, scales, added, x, t, sums);
-    for (; t < tokens; ++t) add_unit<Sum, kParts, kMinimum, 1>(nullptr, weights, scales, added, x, t, sums);
+      add_unit<Sum, kParts, kScaled, kAtOnce>(nullptr, weights, scales, added, x, t, sums);
+    for (; t < tokens; ++t) add_unit<Sum, kParts, kScaled, 1>(nullptr, weights, scales, added, x, t, sums);
   }
 }
 
-// out = scale * (sums + bias), or added to it.
-void write(const Sums& sums, int tokens, const GemmTile& to) {
+// out = scale * (sums + bias), or added to it; `weights`: by whose scales of rows sums are multiplied; or null.
+void write(const Sums& sums, int tokens, const UnitWeights* weights, const GemmTile& to) {
   const Vec none = broadcast(0.0f);
   for (int r = 0; r < kWidth && r < to.rows; r += kLanes) {
     const int64_t valid = std::min<int64_t>(kLanes, to.rows - r);
     const Vec bias = to.bias != nullptr ? load_n(to.bias + r, valid, none) : none;
+    const Vec of_rows = weights != nullptr ? weights->scale(r / kLanes, 0) : broadcast(1.0f);
     for (int t = 0; t < tokens; ++t) {
       float* out = to.out + t * to.stride + r;
-      Vec sum = mul(add(load(&sums[t][r]), bias), broadcast(to.scale));
+      Vec sum = mul(fma(load(&sums[t][r]), of_rows, bias), broadcast(to.scale));
       if (to.add) sum = add(sum, load_n(out, valid, none));
       store_n(out, valid, sum);
     }
   }
 }
 
-template <class Sum, int kParts, bool kMinimum>
+template <class Sum, int kParts, Scaled kScaled>
 void multiply_tile(const uint8_t* x, int tokens, int64_t units, UnitWeights weights, const GemmTile& to) {
   alignas(64) Sums sums;
   for (int t = 0; t < tokens; ++t) {
     for (int r = 0; r < kWidth; r += kLanes) store(&sums[t][r], broadcast(0.0f));
     for (int r = 0; r < kWidth; r += kRows) __builtin_prefetch(to.out + t * to.stride + r, 1);
   }
+  const UnitWeights first = weights;
   for (int64_t u = 0; u < units; ++u, x += kPanelUnit<kParts>, weights.data += kWeightUnit<kParts>) {
     fetch_share(to, u, units);
-    multiply_unit<Sum, kParts, kMinimum>(x, tokens, weights, sums);
+    const int32_t added = kScaled == Scaled::rows ? first.added() : weights.added();
+    multiply_unit<Sum, kParts, kScaled>(x, tokens, weights, added, sums);
   }
-  write(sums, tokens, to);
+  write(sums, tokens, kScaled == Scaled::rows ? &first : nullptr, to);
 }
 
 // The last block of a matrix may have no second one: it is multiplied twice, and written once.
-template <class Sum, int kParts, bool kMinimum>
+template <class Sum, int kParts, Scaled kScaled>
 void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_t units, const uint8_t* weights,
               int64_t weight_stride, int64_t blocks, const GemmTile& to) {
   (void)total;
   const uint8_t* x = static_cast<const uint8_t*>(panel) + unit * kPanelUnit<kParts>;
   GemmTile tile = to;
   for (int64_t b = 0; b < blocks; b += kBlocks) {
-    multiply_tile<Sum, kParts, kMinimum>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
+    multiply_tile<Sum, kParts, kScaled>(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
     tile.next_weights += tile.next_stride;
     weights += kBlocks * weight_stride;
     tile.out += kWidth;
@@ -271,7 +279,7 @@ int from_tokens(const Shape& shape) {
   return !simple ? 17 : halves ? 129 : 65;
 }
 
-template <class Sum, int kParts, bool kMinimum>
+template <class Sum, int kParts, Scaled kScaled>
 constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .full_panels = true,
                             .panel_tokens = kTokens,
@@ -281,16 +289,18 @@ constexpr GemmKernels kGemm{.operands = GemmKernels::Operands::bytes,
                             .activation_bytes = kTokenBytes<kParts>,
                             .weight_bytes = kWeightUnit<kParts>,
                             .unpack_cost = 8,
-                            .pack = pack<kParts, kMinimum>,
+                            .pack = pack<kParts, kScaled == Scaled::with_minima>,
                             .unpack = unpack<kParts>,
-                            .multiply = multiply<Sum, kParts, kMinimum>,
+                            .multiply = multiply<Sum, kParts, kScaled>,
                             .begin = nullptr,
                             .end = nullptr,
                             .from_tokens = from_tokens};
 template <class Sum>
 const GemmKernels* of_group(const Shape& shape) {
-  if (shape.group == kUnit / 2) return shape.minimum ? &kGemm<Sum, 2, true> : &kGemm<Sum, 2, false>;
-  return shape.minimum ? &kGemm<Sum, 1, true> : &kGemm<Sum, 1, false>;
+  using enum Scaled;
+  if (shape.group == 0) return &kGemm<Sum, 1, rows>;
+  if (shape.group == kUnit / 2) return shape.minimum ? &kGemm<Sum, 2, with_minima> : &kGemm<Sum, 2, groups>;
+  return shape.minimum ? &kGemm<Sum, 1, with_minima> : &kGemm<Sum, 1, groups>;
 }
 const GemmKernels* find(const Shape& shape) {
   const FormatRow& format = row_of(shape.format);
