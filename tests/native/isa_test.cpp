@@ -124,7 +124,8 @@ void test_variants() {
   const auto find = find_variant<llm::IntegerGemmKernels>(Isa::avx_vnni)->find;
   const llm::GemmKernels* vnni = find({Format::i8, 16, 32, 0});
   const llm::GemmKernels* floats = &pick<llm::GemmKernels>(Isa::avx2);
-  CHECK(gemm(Isa::avx_vnni, Format::i4, 32) == vnni && gemm(Isa::avx_vnni, Format::i8, 0) == vnni);
+  CHECK(gemm(Isa::avx_vnni, Format::i8, 0) == vnni && gemm(Isa::avx_vnni, Format::i8, 32) != vnni);
+  CHECK(gemm(Isa::avx_vnni, Format::i4, 32) == find({Format::i4, 16, 32, 32}));
   CHECK(gemm(Isa::avx_vnni, Format::i6, 16)->operands == llm::GemmKernels::Operands::bytes &&
         gemm(Isa::avx_vnni, Format::bf16, 0) == floats);
   CHECK(gemm(Isa::avx2, Format::i3, 16) != floats && gemm(Isa::avx2, Format::i6, 16) != floats);

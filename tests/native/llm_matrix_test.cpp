@@ -65,7 +65,7 @@ std::vector<float> product(Isa isa, const Matrix& matrix, const std::vector<floa
                            const int32_t* rows, int tokens, const Output& options, int64_t out_stride, int parts,
                            const std::vector<float>& before) {
   const Shape& shape = matrix.shape();
-  const GemvKernels& kernels = anyaccel::pick<GemvKernels>(isa);
+  const PairGemvKernels kernels = gemv_for(isa, shape.format);
   const Aligned input(gemv_bytes(shape, tokens));
   const int64_t groups = shape.padded_cols() / kActivationGroup;
   for (int part = 0; part < parts; ++part)
@@ -185,6 +185,10 @@ void test_products() {
         const Sums sums = sums_of(what, x, stride, kGemvTokens);
         for (Isa isa : kIsas)
           if (supported(isa)) test_product(isa, what, x, stride, sums);
+        if (shape.format != Format::bf16 || !supported(Isa::avx512_bf16)) continue;
+        std::vector<float> rounded = x;
+        for (float& value : rounded) value = from_bf16(to_bf16(value));
+        test_product(Isa::avx512_bf16, what, x, stride, sums_of(what, rounded, stride, kGemvTokens));
       }
     }
 }
@@ -254,9 +258,12 @@ void test_extremes() {
 
 // What is not finite stays visible in the result, and only there.
 void test_not_finite() {
-  for (Isa isa : kIsas) {
+  std::vector<Isa> isas(std::begin(kIsas), std::end(kIsas));
+  isas.push_back(Isa::avx512_bf16);
+  for (Isa isa : isas) {
     if (!supported(isa)) continue;
     for (const Shape& shape : shapes_of(17, 100)) {
+      if (isa == Isa::avx512_bf16 && shape.format != Format::bf16) continue;
       for (float bad : {kNaN, kInfinity, -kInfinity}) {
         std::vector<float> x = random_floats(3 * 100, 31);
         x[100 + 40] = bad;
@@ -311,7 +318,9 @@ void test_threads() {
     for (int tokens : {1, 3, 16}) {
       if (kQuick && tokens != 3) continue;
       const Case what = make_case(shape, 51);
-      const std::vector<float> x = random_floats(16 * 300, 52);
+      std::vector<float> x = random_floats(16 * 300, 52);
+      if (shape.format == Format::bf16)  // which some instruction sets round activations to
+        for (float& value : x) value = from_bf16(to_bf16(value));
       Input alone;
       alone.reserve(shape, 16);
       alone.prepare(shape, x.data(), 300, nullptr, tokens, 0, 1);

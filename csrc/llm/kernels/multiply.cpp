@@ -30,12 +30,14 @@ void each_turn(const Shape& shape, int tokens, const Fn& fn) {
     fn(first, std::min(tokens - first, kGemvTokens), bytes * static_cast<size_t>(first / kGemvTokens));
 }
 
-const GemvKernels& selected_gemv() {
-  static const GemvKernels& kernels = pick<GemvKernels>(selected_isa());
-  return kernels;
-}
-
 }  // namespace
+
+PairGemvKernels gemv_for(Isa isa, Format format) {
+  const PairGemvKernels* const pairs = format == Format::bf16 ? find_variant<PairGemvKernels>(isa) : nullptr;
+  if (pairs != nullptr) return *pairs;
+  const GemvKernels& kernels = pick<GemvKernels>(isa);
+  return {kernels.prepare, kernels.multiply};
+}
 
 size_t gemv_bytes(const Shape& shape, int tokens) {
   const size_t values = static_cast<size_t>(shape.padded_cols()) * static_cast<size_t>(tokens);
@@ -75,11 +77,12 @@ void Input::prepare(const Shape& shape, const float* x, int64_t stride, const in
   }
   if (turns_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
   const BlockLayout layout = layout_of(shape);
+  const auto prepare_gemv = gemv_for(selected_isa(), shape.format).prepare;
   const Range groups = part_of(layout.padded_cols / kActivationGroup, part, parts);
   each_turn(shape, tokens, [&](int first, int count, size_t offset) {
     const float* own_x = rows != nullptr ? x : x + first * stride;
     const int32_t* own_rows = rows != nullptr ? rows + first : nullptr;
-    selected_gemv().prepare({layout, own_x, stride, own_rows, count, data() + offset, groups.begin, groups.end});
+    prepare_gemv({layout, own_x, stride, own_rows, count, data() + offset, groups.begin, groups.end});
   });
 }
 
@@ -97,13 +100,14 @@ void multiply(const Matrix& w, const Input& x, const Output& out, int part, int 
   const Shape& shape = w.shape();
   const Blocks blocks = blocks_of(shape, part, parts);
   const BlockLayout layout = layout_of(shape);
+  const auto multiply_gemv = gemv_for(selected_isa(), shape.format).multiply;
   const int64_t chunk = x.tokens() <= kGemvTokens ? std::max<int64_t>(blocks.end - blocks.begin, 1)
                                                   : static_cast<int64_t>(kCacheBytes / layout.block_bytes) + 1;
   for (int64_t begin = blocks.begin; begin < blocks.end; begin += chunk)
     each_turn(shape, x.tokens(), [&](int first, int count, size_t offset) {
       Output to = out;
       to.data += first * out.stride;
-      selected_gemv().multiply(
+      multiply_gemv(
           {layout, w.block(0), shape.rows, x.data() + offset, count, to, begin, std::min(begin + chunk, blocks.end)});
     });
 }

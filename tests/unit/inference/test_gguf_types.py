@@ -176,6 +176,8 @@ def test_values_and_products_are_those_of_the_file(kind: str, tmp_path: Path) ->
     rng = np.random.default_rng(1)
     for tokens in (1, 5, 40):  # one vector, a few, and the kernels of prompts
         x = rng.normal(0, 1, (tokens, COLS)).astype(np.float32)
+        if kind == "BF16":  # which some instruction sets round activations to
+            x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
         exact = x.astype(np.float64) @ wanted.T
         rounded = as_bytes(x) @ wanted.T
         # Quantised weights may be multiplied with rounded activations, or with floats or pairs of bfloat16.
