@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,20 +12,29 @@ from generators import DOCS, ROOT, fill
 
 PAGE = DOCS / "deepspeed.md"
 TESTS = ROOT / "tests" / "data" / "deepspeed_tests.json"
-KINDS = ("both passed", "both skipped", "both failed", "only theirs", "only ours")
+# Outcome -> the heading of its column.
+KINDS = {
+    "both passed": "pass on both",
+    "both skipped": "skip themselves on both",
+    "both failed": "fail on both",
+    "only theirs": "pass on DeepSpeed's only",
+    "only ours": "pass on ours only",
+}
 
 
 def outcome() -> Iterator[str]:
-    """The number of tests of each outcome."""
+    """The number of tests of each outcome, in all and for each folder of tests."""
     found = json.loads(TESTS.read_text())
-    total = {kind: sum(len(tests[kind]) for tests in found["files"].values()) for kind in KINDS}
-    yield (
-        f"Of the unit tests of DeepSpeed {found['tests']} that were run so far, with DeepSpeed {found['deepspeed']} "
-        f"installed and without those that met a time limit, {total['both passed']} pass on both sides, "
-        f"{total['both skipped']} skip themselves on both, {total['both failed']} fail on both, "
-        f"{total['only theirs']} pass only on DeepSpeed's side and {total['only ours']} only on ours. "
-        "`tests/data/deepspeed_tests.json` names them."
-    )
+    folders: dict[str, Counter[str]] = {}
+    for file, tests in found["files"].items():
+        folders.setdefault(str(Path(file).parent), Counter()).update({kind: len(tests[kind]) for kind in KINDS})
+    yield f"The unit tests of DeepSpeed {found['tests']} with DeepSpeed {found['deepspeed']} installed:"
+    yield ""
+    yield f"| tests | {' | '.join(KINDS.values())} |"
+    yield f"| --- |{' ---: |' * len(KINDS)}"
+    for folder, counts in sorted(folders.items()):
+        yield f"| `{folder}` | {' | '.join(str(counts[kind]) for kind in KINDS)} |"
+    yield f"| all | {' | '.join(str(sum(counts[kind] for counts in folders.values())) for kind in KINDS)} |"
 
 
 def files() -> dict[Path, str]:
