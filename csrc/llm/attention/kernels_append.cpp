@@ -138,6 +138,13 @@ void append_task(const AppendTask& task) {
     const float* const v = task.v + t * task.v_stride;
     uint8_t* const block = head + static_cast<size_t>(slot / 16) * layout.key_block_bytes;
     uint8_t* const values = head + layout.values;
+    if (t == 0 || slot % 16 == 0) {  // of 16 tokens, whose lines are far from the cache when a page begins
+      for (size_t line = 0; line < layout.key_block_bytes; line += 64) __builtin_prefetch(block + line, 1);
+      const size_t bytes = layout.value_block_bytes / 4;  // of 16 of a page's 64 tokens
+      for (uint8_t* at = values + static_cast<size_t>(slot / 16) * bytes; at < head + layout.scales;
+           at += layout.value_block_bytes)
+        for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 1);
+    }
     switch (layout.format) {
       case CacheFormat::f32:
         keys_f32(k, layout.head_dim, block, slot % 16);
