@@ -25,7 +25,7 @@ from anyaccel.safetensors.tensors import to_tensor, torch_layout
 # These keep a fast disk busy. More threads help if memory has to be copied, into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without O_NONBLOCK, opening a FIFO waits for a writer
-_WARM = 0.9  # with this share of a file in the page cache, buffered reads are faster than direct I/O
+WARM = 0.9  # with this share of a file in the page cache, buffered reads are faster than direct I/O
 
 
 def new_handle() -> aio_handle:
@@ -77,7 +77,7 @@ def load(
         if kind:
             raise ModelError(f"{name} is {kind}, not a safetensors file")
         header = read_header(lambda begin, length: os.pread(descriptor, length, begin), name, size)
-        warm = cached_bytes(descriptor, size) >= _WARM * size
+        warm = cached_bytes(descriptor, size) >= WARM * size
         if tensors is not None:
             return _fill(header, name, tensors, warm, progress)
         for entry in header.entries:

@@ -229,30 +229,37 @@ class aio_handle(LockedTensors):
 
     def transfer(
         self,
-        filename: PathLike,
+        filename: File,
         pieces: Sequence[MemoryRange],
         *,
         write: bool,
         write_atomic: bool = False,
         cached: bool = False,
+        wait: bool = True,
         progress: Callable[[int], object] | None = None,
     ) -> None:
         """Read or write several ranges of one file, and wait for just that.
 
         Args:
             pieces: in ascending order of offset, not overlapping; those of a write without gaps.
+            write_atomic: as in write(); the file is given by its name then.
             cached: whether to read from the page cache, not with direct I/O.
-            progress: called now and then with the number of bytes that are done.
+            wait: False only begins it, and wait() waits for it.
+            progress: called now and then with the number of bytes that are done, while this call waits.
 
         Raises:
             AioError: as read() and write() do.
             KeyboardInterrupt: Ctrl-C; the rest of the transfer is cancelled.
         """
-        path = os.fsdecode(filename)
+        path, descriptor = _file(filename)
         if write_atomic:
             path = replaceable(path)
         flags = (WRITE if write else 0) | (ATOMIC if write_atomic else 0) | (CACHED if cached else 0)
-        self._requests.run(Request(path, -1, pieces, flags), progress)
+        request = Request(path, descriptor, pieces, flags)
+        if wait:
+            self._requests.run(request, progress)
+        else:
+            self._requests.submit(request)
 
     def _begin_read(self, buffer: torch.Tensor, filename: File, file_offset: int, validate: bool) -> None:
         path, descriptor = _file(filename)
