@@ -2,9 +2,9 @@
 """A training step of a Llama on two ranks, each bound to a core: DeepSpeed's ZeRO-2, and torch's FSDP2, in float32.
 
 With ZeRO-2, `use_in_deepspeed()` (backend shm, our Adam) stands beside DeepSpeed as it is on a CPU (gloo, its Adam);
-with FSDP2, shm and our Adam beside gloo and the fused AdamW of torch, since DeepSpeed's takes no DTensors. Each
-contender has processes of its own, which all wait while one trains; a figure is the median over the rounds, in which
-they take turns. The losses of all must agree.
+with FSDP2, shm and our Adam beside gloo and the fused AdamW of torch, since DeepSpeed's takes no DTensors. Ours also
+calls `use_onednn_matmul()`, unless --torch-matmul leaves that out. Each contender has processes of its own, which all
+wait while one trains; a figure is the median over the rounds, in which they take turns. The losses of all must agree.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ def worker(engine: str, side: str, options: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
+    if side == "ours" and not options.torch_matmul:
+        from anyaccel.ops import use_onednn_matmul
+
+        use_onednn_matmul()
     model = llama(options.width, options.layers)
     step = (zero_2 if engine == "ZeRO-2" else fsdp2)(side, model)
     generator = torch.Generator().manual_seed(rank)
@@ -179,6 +183,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of each rank in a step")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--torch-matmul", action="store_true", help="without our choice of torch's library")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -16,11 +16,15 @@ from anyaccel._lazy import lazy
 if TYPE_CHECKING:
     from anyaccel.ops import adagrad, adam, aio, builders, lion
     from anyaccel.ops.builder import CPUOpBuilder, OpBuilder, builders_in
+    from anyaccel.ops.matmul import use_onednn_matmul
 
 __getattr__, __dir__ = lazy(
     __name__,
-    dict.fromkeys(("CPUOpBuilder", "OpBuilder", "builders_in"), "anyaccel.ops.builder"),
+    dict.fromkeys(("CPUOpBuilder", "OpBuilder", "builders_in"), "anyaccel.ops.builder")
+    | {"use_onednn_matmul": "anyaccel.ops.matmul"},
     ("adagrad", "adam", "aio", "builders", "lion"),
 )
 
-__all__ = ["CPUOpBuilder", "OpBuilder", "adagrad", "adam", "aio", "builders", "builders_in", "lion"]
+__all__ = [
+    "CPUOpBuilder", "OpBuilder", "adagrad", "adam", "aio", "builders", "builders_in", "lion", "use_onednn_matmul",
+]  # fmt: skip
