@@ -16,11 +16,13 @@ import argparse
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -68,7 +70,11 @@ def is_conversation(messages: Any) -> bool:
 
 def read_conversations(path: Path) -> list[list[dict[str, str]]]:
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}; give a file of conversations, one a line") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -119,6 +125,11 @@ def to_learn(
         if comm.get_rank() == 0:
             print(f"{left_out}; they are left out (see --length)", flush=True)
     return kept
+
+
+def check_is_new(out: Path) -> None:
+    if (out / "config.json").exists():
+        raise SystemExit(f"--out {out}: there is a model already; give another folder, or remove that one")
 
 
 def make_folder(out: Path, model: Any) -> None:
@@ -229,8 +240,7 @@ def arguments_of_trainer(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_trainer(options: argparse.Namespace, tokenizer: Any, model: Any) -> Any:
-    conversations = read_conversations(options.data)
+def make_trainer(options: argparse.Namespace, conversations: list[Any], tokenizer: Any, model: Any) -> Any:
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     callbacks = [Progress(options.length * options.batch * options.accumulate * comm.get_world_size())]
     settings = arguments_of_trainer(options)
@@ -266,11 +276,21 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="train with TRL's SFTTrainer")
     options = parser.parse_args()
 
+    # What these say is not about the user's data or model.
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+    # First what is found at once, by every rank alike.
+    conversations = read_conversations(options.data)
+    check_is_new(options.out)
     anyaccel.init_distributed()  # on a CPU gradients go through backend shm
-    tokenizer, model = load(options.model or default_model_file(), options.length)
+    try:
+        tokenizer, model = load(options.model or default_model_file(), options.length)
+    except anyaccel.AnyAccelError as error:
+        raise SystemExit(str(error)) from None
     if comm.get_rank() == 0:
         make_folder(options.out, model)
-    trainer = make_trainer(options, tokenizer, model)
+    trainer = make_trainer(options, conversations, tokenizer, model)
     trainer.remove_callback(PrinterCallback)  # whose lines Progress replaces
     begin = time.perf_counter()
     trainer.train()

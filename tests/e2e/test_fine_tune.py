@@ -193,6 +193,43 @@ def test_a_line_that_is_no_conversation_is_named(line: bytes, script: ModuleType
         script.read_conversations(file)
 
 
+def test_a_file_that_is_not_there(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"none\.jsonl: No such file or directory; give a file of conversations"):
+        script.read_conversations(tmp_path / "none.jsonl")
+
+
+def mistake(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: object) -> str:
+    """What the script says before it trains."""
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *map(str, options)])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    return str(stopped.value)
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+    monkeypatch.setattr(script, "load", lambda path, _: loaded.append(path))
+    monkeypatch.setattr(script.anyaccel, "init_distributed", lambda: None)
+    data, model = tmp_path / "talks.jsonl", tmp_path / "model"
+    data.write_text('{"messages": []}')
+    model.mkdir()
+    (model / "config.json").touch()
+    assert "there is a model already" in mistake(script, monkeypatch, data, "--out", model)
+    data.write_text("bad")
+    assert "line 1" in mistake(script, monkeypatch, data, "--out", tmp_path / "new")
+    assert not loaded
+
+
+def test_a_model_that_is_not_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script.anyaccel, "init_distributed", lambda: None)
+    data = tmp_path / "talks.jsonl"
+    data.write_text('{"messages": []}')
+    said = mistake(script, monkeypatch, data, "--out", tmp_path / "new", "--model", tmp_path / "none")
+    assert "none: no such folder or file" in said
+
+
 def test_conversations_that_teach_nothing_are_left_out(
     model: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
