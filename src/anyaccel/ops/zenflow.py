@@ -22,6 +22,7 @@ from anyaccel.errors import UsageError
 __all__ = ["ZenFlow"]
 
 _MOST_GROUPS = 1024
+_LOOK_SECONDS = 2.0  # how often a process without a step looks whether its trainer lives
 
 
 class _Semaphore(ctypes.Structure):
@@ -66,6 +67,15 @@ def _call(name: str, semaphore: _Semaphore, *rest: object) -> int:
 def _post(semaphore: _Semaphore) -> None:
     if error := _call("sem_post", semaphore):
         raise OSError(error, f"sem_post: {os.strerror(error)}")
+
+
+def _wait(semaphore: _Semaphore, timeout_s: float) -> bool:
+    fraction, seconds = math.modf(time.time() + timeout_s)  # sem_timedwait counts on this clock
+    until = _Time(int(seconds), int(fraction * 1e9))
+    error = _call("sem_timedwait", semaphore, ctypes.byref(until))
+    if error not in (0, errno.ETIMEDOUT):
+        raise OSError(error, f"sem_timedwait: {os.strerror(error)}")
+    return error == 0
 
 
 class _Worker:
@@ -142,12 +152,7 @@ class ZenFlow:
 
     def zenflow_adam_wait(self, control: int, timeout_s: float) -> bool:
         """Wait for the end of a step; False if it has not ended after `timeout_s` seconds."""
-        fraction, seconds = math.modf(time.time() + timeout_s)  # sem_timedwait counts on this clock
-        until = _Time(int(seconds), int(fraction * 1e9))
-        error = _call("sem_timedwait", _Control.from_address(control).done, ctypes.byref(until))
-        if error not in (0, errno.ETIMEDOUT):
-            raise OSError(error, f"sem_timedwait: {os.strerror(error)}")
-        return error == 0
+        return _wait(_Control.from_address(control).done, timeout_s)
 
     def zenflow_adam_ctrl_exit(self, control: int) -> None:
         """Let the other process end its loop."""
@@ -177,15 +182,16 @@ class ZenFlow:
         self._worker(handle).groups.append((param, grad0, grad1, exp_avg0, exp_avg1, exp_avg_sq0, exp_avg_sq1, stale))
 
     def zenflow_adam_run_worker(self: _Steps, handle: int, control: int) -> None:
-        """Step whenever the trainer submits a step, until it calls zenflow_adam_ctrl_exit()."""
-        worker = self._worker(handle)
+        """Step whenever the trainer submits a step, until it calls zenflow_adam_ctrl_exit() or has ended."""
+        worker, trainer = self._worker(handle), os.getppid()
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)  # native threads take it over
             torch.set_num_threads(len(worker.cores))
         block = _Control.from_address(control)
         while True:
-            if error := _call("sem_wait", block.submitted):
-                raise OSError(error, f"sem_wait: {os.strerror(error)}")
+            while not _wait(block.submitted, _LOOK_SECONDS):
+                if os.getppid() != trainer:
+                    return
             if block.leave:
                 return
             if block.count != len(worker.groups):

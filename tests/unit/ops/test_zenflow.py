@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.ops import zenflow
 from anyaccel.ops.builders.cpu import CPUAdamBuilder
 
 HYPER = ([1e-2, 1e-3], [0.9, 0.8], [0.999, 0.99], [1e-8, 1e-6], [0.1, 0.0], [1, 0])  # of two groups
@@ -49,6 +51,19 @@ def test_submitted_steps_are_those_of_adam_update() -> None:
         assert torch.equal(group[7], group[0]) and group[0].isfinite().all()
     op.zenflow_adam_destroy(handle)
     op.destroy_adam(70)
+
+
+def test_the_worker_ends_when_its_trainer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = CPUAdamBuilder().load()
+    control = torch.zeros(op.zenflow_adam_ctrl_size(), dtype=torch.uint8)
+    op.zenflow_adam_ctrl_init(control.data_ptr(), 0)
+    parents = iter([os.getppid(), os.getppid(), 1 << 22])  # then another process adopts it
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(zenflow, "_LOOK_SECONDS", 0.01)
+    handle = op.zenflow_adam_create(70, [])
+    op.zenflow_adam_run_worker(handle, control.data_ptr())
+    op.zenflow_adam_destroy(handle)
+    assert next(parents, None) is None
 
 
 def test_a_handle_that_there_is_not_and_too_many_groups_are_told() -> None:
