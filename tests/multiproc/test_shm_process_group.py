@@ -141,6 +141,9 @@ def refused() -> None:
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2, 2, 2]
+    # What FSDP2 asks for where gradients are not to be divided is a sum.
+    dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(1.0), group=group)
+    assert tensor.tolist() == [4, 4, 4]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

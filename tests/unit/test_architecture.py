@@ -258,7 +258,9 @@ FOREIGN = (
     "linux/",
     "path/in/the/repository.py",
     "tests/native/NAME",
-    "unit/",  # of DeepSpeed's tests
+    "unit/",  # of DeepSpeed's tests, and of its examples:
+    *("applications/", "benchmarks/communication/", "benchmarks/inference/", "compression/", "deepnvme/"),
+    *("inference/huggingface/", "training/"),
 )
 NAMED = re.compile(r"(?<![\w./<>{}$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
 EXAMPLE = re.compile(r"^ *```.*?^ *```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)

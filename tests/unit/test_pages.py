@@ -48,7 +48,7 @@ def test_files_that_pages_name_are_there() -> None:
             if "NAME" not in name and not (ROOT / name).exists():
                 wrong.append(f"{page.relative_to(ROOT)}: {name}")
     # What a reader makes on these pages.
-    assert [each for each in wrong if not re.match(r"docs/(add-|setup/|porting)", each)] == []
+    assert [each for each in wrong if not re.match(r"docs/(add-|setup/|porting|deepspeed-examples)", each)] == []
 
 
 def test_decisions_are_numbered_without_a_gap() -> None:

@@ -49,10 +49,15 @@ def dtype_code(dtype: torch.dtype) -> int:
 def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """The native code's number of a reduction, which is torch's own.
 
+    A PREMUL_SUM with the factor 1, which FSDP2 asks for where gradients are not to be divided, is a SUM.
+
     Raises:
-        UsageError: it is PREMUL_SUM, or a newer torch has added it.
+        UsageError: it is another PREMUL_SUM, or a newer torch has added it.
     """
-    kind: Any = getattr(op, "op", op)  # isinstance() cannot tell the two types apart
+    given: Any = op
+    kind: Any = getattr(given, "op", given)  # isinstance() cannot tell the two types apart
+    if kind.name == "PREMUL_SUM" and kind is not given and float(given.__getstate__()[1]) == 1:
+        return SUM
     number = int(kind)
     if not 0 <= number < len(OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(OP_NAMES)}")

@@ -279,7 +279,10 @@ def test_init_inference_takes_deepspeeds_options(config, options):
 def test_init_inference_reads_a_file_and_has_deepspeeds_default_dtype(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": false}')
-    assert deepspeed.init_inference(small_model(), str(file)).dtype == torch.float16
+    engine = deepspeed.init_inference(small_model(), str(file))
+    assert engine.dtype == torch.float16
+    with pytest.raises(NotCoveredError, match=r"InferenceEngine\.model_times\(\) is not covered .*around generate"):
+        engine.model_times()
 
 
 @pytest.mark.parametrize(

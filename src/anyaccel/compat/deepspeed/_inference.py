@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -50,6 +51,9 @@ _REFUSED = {
     "training_mp_size": "the checkpoint must be that of the whole model; leave it out",
     "config": "it is the first option after the model, a dict or a file",
 }
+# Methods of DeepSpeed's engine for which ours has no place: a model is not called once a token.
+_TIMED = "take the time around generate(), or run `anyaccel bench llm`"
+_METHODS = {"profile_model_time": _TIMED, "model_times": _TIMED}
 _TP_NEEDLESS = ("tp_grain_size",)
 _TP_REFUSED = ("mpu", "tp_group")
 
@@ -78,7 +82,14 @@ def init_inference(
         if name in options and options[name] != value:
             raise UsageError(f"init_inference: {name} is {options[name]!r} in config, and {value!r} as an argument")
         options[name] = value
-    return anyaccel.inference.init_inference(model, _translate(options))
+    engine = anyaccel.inference.init_inference(model, _translate(options))
+    for name, instead in _METHODS.items():
+        vars(engine)[name] = partial(_refuse_method, name, instead)
+    return engine
+
+
+def _refuse_method(name: str, instead: str, *arguments: object, **options: object) -> NoReturn:
+    raise refuse(f"InferenceEngine.{name}()", instead)
 
 
 def _read(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
