@@ -29,6 +29,8 @@ _CONSTANT = {"is_available", "device_count", "current_device", "is_bf16_supporte
 _SUBMODULES = ("memory", "random", "streams", "graphs")
 # What changes no result: torch's own ways to start CUDA, which packages call, and limits.
 _NOTHING = ("init", "_lazy_init", "ipc_collect", "set_sync_debug_mode", "set_per_process_memory_fraction")
+# The first NCCL that adds bfloat16, as every backend here does: programs ask for it before they compute in it.
+_NCCL = (2, 10, 3)
 
 
 def install(accelerator: Accelerator) -> None:
@@ -59,7 +61,8 @@ def install(accelerator: Accelerator) -> None:
     cuda.default_generators = tuple(generators)
     for name, function in list(vars(cuda.nccl).items()):
         if isinstance(function, FunctionType) and not name.startswith("_"):
-            setattr(cuda.nccl, name, for_users(function, _absent(accelerator, f"nccl.{name}")))
+            answer = (lambda: _NCCL) if name == "version" else _absent(accelerator, f"nccl.{name}")
+            setattr(cuda.nccl, name, for_users(function, answer))
     _graphs(accelerator)
     _ranges(accelerator)
     if accelerator.device().type == "cpu":

@@ -532,7 +532,8 @@ def generators_nested_tensors_and_capturable_optimizers() -> None:
     torch.testing.assert_close(*found)
     from anyaccel.errors import CapabilityError
 
-    raises(CapabilityError, torch.cuda.nccl.version, "nccl.version")
+    assert torch.cuda.nccl.version() >= (2, 10)  # as torchtune asks before it computes in bfloat16
+    raises(CapabilityError, torch.cuda.nccl.unique_id, "nccl.unique_id")
 
 
 @case
