@@ -244,10 +244,10 @@ def test_environment_page_names_the_device(warm):
 
 def test_environment_page_unknown_and_missing_accelerators(warm):
     code = "from deepspeed.accelerator import get_accelerator; get_accelerator()"
-    xpu, tpu = (warm.run("-c", code, DS_ACCELERATOR=name) for name in ("xpu", "tpu"))
-    assert (xpu.returncode, tpu.returncode) == (1, 1)
+    xpu, vpu = (warm.run("-c", code, DS_ACCELERATOR=name) for name in ("xpu", "vpu"))
+    assert (xpu.returncode, vpu.returncode) == (1, 1)
     assert "XPU_Accelerator requires intel_extension_for_pytorch" in xpu.stderr
-    assert "DS_ACCELERATOR='tpu' is not known" in tpu.stderr
+    assert "DS_ACCELERATOR='vpu' is not known" in vpu.stderr
 
 
 CPU_PAGE = """

@@ -102,7 +102,7 @@ def test_options_shown_exist(page: Path) -> None:
                 continue
             own = rest.split(" -- ")[0]
             if name == "run":  # what comes after the script is the script's
-                own = re.split(r"\s\S+\.py\b", own)[0]
+                own = re.split(r"\s(?:\S+\.py|-m \S+)\b", own)[0]
             known = {option.replace("_", "-") for option in _OPTIONS[name]}
             for option in re.findall(r"(?:^|\s)(--[a-z][\w-]*)", own):
                 if option.replace("_", "-") not in known:
@@ -118,6 +118,7 @@ _FOREIGN = """
     --nproc-per-node --nnodes --rdzv-endpoint --standalone --log-dir --numa-binding --num-processes --use-cpu
     --num-cpu-threads-per-process --ninstances --enable-tcmalloc --enable-jemalloc --skip-cross-node-cores
     --ncores-per-instance --enable-elastic-training --autotuning --signal --amp
+    --lora-dim --zero-stage --offload --moe
 """
 
 

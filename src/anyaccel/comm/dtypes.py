@@ -56,9 +56,9 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """
     given: Any = op
     kind: Any = getattr(given, "op", given)  # isinstance() cannot tell the two types apart
-    if kind.name == "PREMUL_SUM" and kind is not given and float(given.__getstate__()[1]) == 1:
-        return SUM
     number = int(kind)
+    if number == int(ReduceOp.RedOpType.PREMUL_SUM) and kind is not given and float(given.__getstate__()[1]) == 1:
+        return SUM
     if not 0 <= number < len(OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(OP_NAMES)}")
     return number

@@ -41,7 +41,7 @@ def test_the_whole_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(report)) == report
     accelerator = report["accelerator"]
     assert (accelerator["name"], accelerator["forced"]) == ("cpu", "cpu")
-    assert [row["name"] for row in accelerator["candidates"]][-2:] == ["cuda", "cpu"]
+    assert [row["name"] for row in accelerator["candidates"]][-3:] == ["cuda", "xla", "cpu"]
     assert len(accelerator["candidates"]) >= 13
     assert [row["name"] for row in accelerator["candidates"] if row["chosen"]] == ["cpu"]
     assert all(isinstance(row["available"], bool) for row in accelerator["candidates"])
