@@ -23,6 +23,7 @@ _KERNEL_DTYPES = 9  # native kernels reduce the first nine of _NAMES
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_PREMUL_SUM = 8
 _BITWISE = (BAND, BOR, BXOR)
 # The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
 BOOL_OPS = {SUM: MAX, PRODUCT: MIN, MIN: MIN, MAX: MAX, BAND: BAND, BOR: BOR, BXOR: BXOR}
@@ -57,7 +58,7 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     given: Any = op
     kind: Any = getattr(given, "op", given)  # isinstance() cannot tell the two types apart
     number = int(kind)
-    if number == int(ReduceOp.RedOpType.PREMUL_SUM) and kind is not given and float(given.__getstate__()[1]) == 1:
+    if number == _PREMUL_SUM and kind is not given and float(given.__getstate__()[1]) == 1:
         return SUM
     if not 0 <= number < len(OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(OP_NAMES)}")
