@@ -160,6 +160,7 @@ def test_pytest_runs_what_is_installed(chosen: list[str], counts: str, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # some seconds
 def test_pytest_fails_where_the_accelerator_is_wrong(extension: Path, tmp_path: Path) -> None:
     command = [*PYTEST, "-k", "ranges_nest or lazy_call", "--pyargs", "anyaccel.accelerator.conformance"]
     done = pytest_run(command, tmp_path, extension)

@@ -87,7 +87,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-@pytest.mark.parametrize(("size", "names"), [(2, FAMILIES), (3, ("llama", "deepseek_v3", "olmo2"))])
+_QUICK = ("llama-9-heads", "mixtral", "deepseek_v3", "gpt_neox", "gemma2", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, _QUICK),
+        pytest.param(2, tuple(name for name in FAMILIES if name not in _QUICK), marks=pytest.mark.slow),
+        (3, ("llama", "deepseek_v3", "olmo2")),
+    ],
+)
 def test_ranks_have_the_logits_of_transformers_and_the_tokens_of_native(
     size: int, names: tuple[str, ...], folder: str
 ) -> None:

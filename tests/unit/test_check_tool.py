@@ -82,6 +82,7 @@ def test_what_has_changed(tool: ModuleType, tmp_path: Path) -> None:
         tool.changed_files("no-such-branch")
 
 
+@pytest.mark.slow  # some seconds
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tool: ModuleType, tmp_path: Path) -> None:
     command = ["sh", "-c", "sleep 1000 & echo $! >child; wait"]
     assert tool.Commands(time.monotonic() + 5).run(command)[0] is None
@@ -108,6 +109,7 @@ def test_a_changed_file_that_is_no_python_is_left_to_ruff(tool: ModuleType, tmp_
     assert [command[0].rpartition("/")[2] for command in tool.lint_commands([file])] == ["ruff", "ruff", "mypy"]
 
 
+@pytest.mark.slow  # some seconds
 def test_a_failure_counts_though_another_test_hangs(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

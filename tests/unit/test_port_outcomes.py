@@ -136,6 +136,7 @@ def test_the_page() -> None:
     assert "- one, as-is" not in page  # that it fails as it is, is why it is in the list
 
 
+@pytest.mark.slow  # some seconds
 def test_what_stands_in_for_packages_and_data(tmp_path: Path) -> None:
     """The stand-ins in a process of their own, as programs have them."""
     script = (

@@ -267,7 +267,7 @@ void attend_rows(const AttendTask& task) {
     if constexpr (kWholePages<B>)
       if (task.length - page_begin < kPageTokens)
         values = cut_values(layout, values, task.length - page_begin, scores + kTaskRows * kPageTokens);
-    [[maybe_unused]] std::optional<PageDistances<std::conditional_t<kMeasured, B, F32>>> distances;
+    [[maybe_unused]] std::conditional_t<kMeasured, std::optional<PageDistances<B>>, int> distances{};
     if constexpr (kMeasured) {
       const int64_t left = task.end - page_begin;
       if (options.distances != nullptr)
