@@ -70,6 +70,7 @@ def extension(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # the kit's own tests run the checks too
 def test_every_check_passes_on_the_cpu(run: Run) -> None:
     done = run([*COMMAND, "cpu"])
     head, titles, *rows, closing = done.stdout.splitlines()

@@ -247,6 +247,7 @@ def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, t
     assert two["tokens"] == one["tokens"]
 
 
+@pytest.mark.slow  # tests of the device runtime's ranks do the same without the command
 def test_the_runtime_can_be_chosen(smollm2: Path) -> None:
     arguments = (*CLEAR[:1], "--model", str(smollm2), "--max-new-tokens", "16", "--dtype", "fp32")
     native = answer(*arguments, "--runtime", "native")

@@ -89,7 +89,8 @@ def test_tokens_of_a_second_text_have_a_type_of_their_own(case: str, saved: Any,
     assert numpy.abs(found - encoder.encode([text])).max() > 0.1  # they count
 
 
-@pytest.mark.parametrize("case", [pytest.param("modernbert", marks=pytest.mark.slow), "deberta-v3"])
+@pytest.mark.slow  # native tests compare the kernels of each
+@pytest.mark.parametrize("case", ["modernbert", "deberta-v3"])
 def test_each_instruction_set_computes_the_same(case: str, saved: Any, tmp_path: Path) -> None:
     model = saved(case)
     wanted = numpy.concatenate([each.last_hidden_state[0].numpy() for each in theirs(model, texts())])

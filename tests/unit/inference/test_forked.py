@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import family_cases
 
 _SCRIPT = """
@@ -37,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # four models in as many processes
 def test_a_child_makes_models_while_its_parent_has_one(tmp_path: Path) -> None:
     family_cases.build("llama").save_pretrained(tmp_path)
     done = subprocess.run(
