@@ -12,8 +12,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -87,28 +86,10 @@ class _Worker:
         self.groups: list[tuple[torch.Tensor, ...]] = []
 
 
-class _Steps(Protocol):
-    def adam_update(
-        self,
-        optimizer_id: int,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        bias_correction: bool,
-        params: torch.Tensor,
-        grads: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> int: ...
-
-    def _worker(self, handle: int) -> _Worker: ...
-
-
 class ZenFlow:
     """The functions ``zenflow_adam_*`` of the op ``cpu_adam``. `control` is the address of the control block."""
+
+    adam_update: Callable[..., int]  # the op's
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
@@ -181,7 +162,7 @@ class ZenFlow:
         """Add a group: gradients and moments of both states, and the tensor that each step copies its result to."""
         self._worker(handle).groups.append((param, grad0, grad1, exp_avg0, exp_avg1, exp_avg_sq0, exp_avg_sq1, stale))
 
-    def zenflow_adam_run_worker(self: _Steps, handle: int, control: int) -> None:
+    def zenflow_adam_run_worker(self, handle: int, control: int) -> None:
         """Step whenever the trainer submits a step, until it calls zenflow_adam_ctrl_exit() or has ended."""
         worker, trainer = self._worker(handle), os.getppid()
         if worker.cores:
