@@ -65,7 +65,7 @@ std::vector<float> product(Isa isa, const Matrix& matrix, const std::vector<floa
                            const int32_t* rows, int tokens, const Output& options, int64_t out_stride, int parts,
                            const std::vector<float>& before) {
   const Shape& shape = matrix.shape();
-  const PairGemvKernels kernels = gemv_for(isa, shape.format);
+  const GemvFunctions kernels = gemv_for(isa, shape.format);
   const Aligned input(gemv_bytes(shape, tokens));
   const int64_t groups = shape.padded_cols() / kActivationGroup;
   for (int part = 0; part < parts; ++part)

@@ -75,15 +75,16 @@ struct GemvFloatKernels {
   decltype(GemvKernels::unpack) unpack;
   decltype(GemvKernels::unpack_bf16) unpack_bf16;
 };
-// The products of bfloat16 where there is an instruction for pairs of it, which take activations in a form of their
-// own.
-struct PairGemvKernels {
-  static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::avx512_bf16; }
-
+// The functions of one format: activations are in a form of their own.
+struct GemvFunctions {
   decltype(GemvKernels::prepare) prepare;
   decltype(GemvKernels::multiply) multiply;
 };
-PairGemvKernels gemv_for(Isa isa, Format format);
+// Those of bfloat16, where there is an instruction for pairs of it.
+struct PairGemvKernels : GemvFunctions {
+  static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::avx512_bf16; }
+};
+GemvFunctions gemv_for(Isa isa, Format format);
 // Bytes of activations of up to kGemvTokens tokens.
 size_t gemv_bytes(const Shape& shape, int tokens);
 

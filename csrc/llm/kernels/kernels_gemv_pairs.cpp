@@ -82,7 +82,7 @@ void multiply(const GemvProduct& product) {
   for (; block < product.end; ++block) one(product, block, 1);
 }
 
-constexpr PairGemvKernels kKernels{prepare, multiply};
+constexpr PairGemvKernels kKernels{{prepare, multiply}};
 
 }  // namespace
 }  // namespace anyaccel::llm

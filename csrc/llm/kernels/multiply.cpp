@@ -32,7 +32,7 @@ void each_turn(const Shape& shape, int tokens, const Fn& fn) {
 
 }  // namespace
 
-PairGemvKernels gemv_for(Isa isa, Format format) {
+GemvFunctions gemv_for(Isa isa, Format format) {
   const PairGemvKernels* const pairs = format == Format::bf16 ? find_variant<PairGemvKernels>(isa) : nullptr;
   if (pairs != nullptr) return *pairs;
   const GemvKernels& kernels = pick<GemvKernels>(isa);
