@@ -135,6 +135,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         metadata.version = _VERSION
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_meta = self.storage_meta()
+        for name in {result.storage_data.relative_path for each in results for result in each}:
+            if not (Path(self.path) / name).exists():
+                raise UsageError(f"{self.path}: another save into this folder has removed {name}; save one at a time")
         pickled = torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
         new_handle().write(pickled, self._metadata(), False, write_atomic=True)
         for path in self._old:

@@ -154,6 +154,22 @@ def test_a_checkpoint_is_replaced_in_one_step(folder: Path, monkeypatch: pytest.
     assert len(list(folder.iterdir())) == len(first)
 
 
+def test_a_save_whose_file_another_one_removed_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = FileSystemWriter.finish
+
+    def late(writer: FileSystemWriter, **arguments: Any) -> None:
+        monkeypatch.setattr(FileSystemWriter, "finish", finish)
+        dcp.save({"x": torch.ones(3)}, storage_writer=FileSystemWriter(folder))
+        finish(writer, **arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", late)
+    with pytest.raises(CheckpointException, match="another save into this folder has removed"):
+        dcp.save({"x": torch.zeros(3)}, storage_writer=FileSystemWriter(folder))
+    loaded = {"x": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=FileSystemReader(folder))
+    assert loaded["x"].tolist() == [1, 1, 1]
+
+
 def test_what_a_killed_save_has_left_is_removed(folder: Path) -> None:
     dcp.save(state(0), storage_writer=TorchWriter(folder))
     left = [folder / "__3_0.0123456789abcdef.distcp", folder / "..metadata.0123456789abcdef.part"]
